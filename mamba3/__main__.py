@@ -1,0 +1,8 @@
+"""`python -m mamba3 ...` is `mamba3 ...`."""
+
+import sys
+
+from mamba3.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
