@@ -1,0 +1,28 @@
+"""Mamba-3's operations: one public function each, on any device."""
+
+from .dispatch import BACKENDS, backend, explain, use_backend
+from .scan import mamba3_scan
+from .state import Mamba3State
+from .step import mamba3_step
+from .streams import (
+    broadcast_streams,
+    complex_add,
+    complex_mul,
+    complex_state_update,
+    mix_streams,
+)
+
+__all__ = [
+    "BACKENDS",
+    "Mamba3State",
+    "backend",
+    "broadcast_streams",
+    "complex_add",
+    "complex_mul",
+    "complex_state_update",
+    "explain",
+    "mamba3_scan",
+    "mamba3_step",
+    "mix_streams",
+    "use_backend",
+]

@@ -1,0 +1,269 @@
+"""Complex arithmetic on real pairs, and the streams of the MIMO form, as single ops.
+
+A complex vector is N real channels. Pair i is channels (2i, 2i + 1) when interleaved, the layout
+of SISO weights, or (i, i + N/2) otherwise, that of MIMO weights. An operand of 2S < N channels
+holds the first S pairs; the others are left alone.
+
+Each op is a public function over an autograd.Function whose backward is written out. Operands
+broadcast over the leading dimensions as torch's own do.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def complex_mul(a: Tensor, b: Tensor, *, interleaved: bool = True) -> Tensor:
+    """Multiply complex vectors held as real pairs.
+
+    With b = (cos, sin) this is the rotation of B and C (arXiv 2603.15569, data-dependent RoPE).
+
+    Args:
+        a: (..., N), N even.
+        b: (..., 2S) with 2S <= N; leading dimensions broadcast against a's.
+        interleaved: pairs are (2i, 2i + 1), else (i, i + N/2) in a and (i, i + S) in b.
+
+    Returns:
+        (..., N): the first S pairs multiplied, the rest as in a.
+    """
+    _check_pairs(a, b)
+    return _apply(_ComplexMul, a, b, interleaved)
+
+
+def complex_add(a: Tensor, b: Tensor, *, interleaved: bool = True) -> Tensor:
+    """Add complex vectors held as real pairs; arguments and result as in `complex_mul`."""
+    _check_pairs(a, b)
+    return _apply(_ComplexAdd, a, b, interleaved)
+
+
+def broadcast_streams(x: Tensor, weight: Tensor) -> Tensor:
+    """Make R streams of one: out_r = x * weight_r.
+
+    Args:
+        x: (..., H, P).
+        weight: mimo_x or mimo_z, (H, R, P).
+
+    Returns:
+        (..., R, H, P).
+    """
+    if x.shape[-2:] != (weight.shape[0], weight.shape[2]):
+        raise ValueError(
+            f"expected x (..., H, P) for a weight (H, R, P) = {tuple(weight.shape)}, got "
+            f"{tuple(x.shape)}"
+        )
+    return _apply(_BroadcastStreams, x, weight)
+
+
+def mix_streams(y: Tensor, weight: Tensor) -> Tensor:
+    """Mix R streams into one: out = sum_r y_r * weight_r.
+
+    Args:
+        y: (..., R, H, P).
+        weight: mimo_o, (H, R, P).
+
+    Returns:
+        (..., H, P).
+    """
+    if y.shape[-3:] != weight.transpose(0, 1).shape:
+        raise ValueError(
+            f"expected y (..., R, H, P) for a weight (H, R, P) = {tuple(weight.shape)}, got "
+            f"{tuple(y.shape)}"
+        )
+    return _apply(_MixStreams, y, weight)
+
+
+def complex_state_update(
+    h: Tensor,
+    v: Tensor,
+    k: Tensor,
+    decay: Tensor,
+    phasor: Tensor | None = None,
+    *,
+    interleaved: bool = True,
+) -> Tensor:
+    """Advance the complex state by a token: decay, turn, and take in M outer products.
+
+    out = decay * (phasor x h) + sum_m v_m k_m^T. The layer keeps its state in the rotated frame,
+    where k carries the phase, and passes no phasor.
+
+    Args:
+        h: state, (..., H, P, N).
+        v: values, (..., M, H, P).
+        k: input maps, (..., M, H, N).
+        decay: (..., H).
+        phasor: complex factor along N, (..., H, 2S), as in `complex_mul`; None means 1.
+        interleaved: how channels pair.
+
+    Returns:
+        The new state, (..., H, P, N).
+    """
+    headed = (*v.shape[:-3], h.shape[-3])
+    if (*k.shape[:-2], v.shape[-1]) != v.shape or h.shape != (*headed, v.shape[-1], k.shape[-1]):
+        raise ValueError(
+            "expected h (..., H, P, N), v (..., M, H, P) and k (..., M, H, N), got "
+            f"{tuple(h.shape)}, {tuple(v.shape)} and {tuple(k.shape)}"
+        )
+    if decay.shape != headed:
+        raise ValueError(f"decay has shape {tuple(decay.shape)}, expected {headed}")
+    if phasor is not None:
+        h = complex_mul(h, phasor.unsqueeze(-2), interleaved=interleaved)
+    return _apply(_StateUpdate, h, v, k, decay)
+
+
+def pairs(t: Tensor, count: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Views (..., count) of the real and imaginary channels of the first pairs of (..., N)."""
+    if interleaved:
+        return t[..., 0 : 2 * count : 2], t[..., 1 : 2 * count : 2]
+    half = t.shape[-1] // 2
+    return t[..., :count], t[..., half : half + count]
+
+
+def turn_(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+    """Multiply the first pairs of `t` (..., N) by cos + i sin (..., S), in place."""
+    if cos.shape[-1] == 0:
+        return
+    if interleaved and t.is_contiguous() and t.dtype in (torch.float32, torch.float64):
+        head = t[..., : 2 * cos.shape[-1]].unflatten(-1, (-1, 2))
+        torch.view_as_complex(head).mul_(torch.complex(cos, sin))
+        return
+    re, im = pairs(t, cos.shape[-1], interleaved)
+    moved = re * sin
+    re.mul_(cos).addcmul_(im, sin, value=-1)
+    im.mul_(cos).add_(moved)
+
+
+class _ComplexMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b, interleaved):
+        ctx.save_for_backward(a, b)
+        ctx.interleaved = interleaved
+        return _mul(a, b, interleaved)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        re, im = pairs(b, b.shape[-1] // 2, ctx.interleaved)
+        conj = torch.empty_like(b)
+        conj_re, conj_im = pairs(conj, b.shape[-1] // 2, ctx.interleaved)
+        conj_re.copy_(re)
+        conj_im.copy_(-im)
+        grad_a = _mul(grad, conj, ctx.interleaved)
+        grad_re, grad_im = pairs(grad, b.shape[-1] // 2, ctx.interleaved)
+        a_re, a_im = pairs(a, b.shape[-1] // 2, ctx.interleaved)
+        full = grad.new_empty(*grad.shape[:-1], b.shape[-1])
+        full_re, full_im = pairs(full, b.shape[-1] // 2, ctx.interleaved)
+        full_re.copy_(grad_re * a_re + grad_im * a_im)
+        full_im.copy_(grad_im * a_re - grad_re * a_im)
+        return grad_a.sum_to_size(a.shape), full.sum_to_size(b.shape), None
+
+
+class _ComplexAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b, interleaved):
+        ctx.shapes = a.shape, b.shape
+        ctx.interleaved = interleaved
+        out = a.expand(_broadcast(a, b)).clone(memory_format=torch.contiguous_format)
+        for mine, theirs in zip(
+            pairs(out, b.shape[-1] // 2, interleaved),
+            pairs(b, b.shape[-1] // 2, interleaved),
+            strict=True,
+        ):
+            mine.add_(theirs)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        a_shape, b_shape = ctx.shapes
+        grad_b = grad.new_empty(*grad.shape[:-1], b_shape[-1])
+        for mine, theirs in zip(
+            pairs(grad_b, b_shape[-1] // 2, ctx.interleaved),
+            pairs(grad, b_shape[-1] // 2, ctx.interleaved),
+            strict=True,
+        ):
+            mine.copy_(theirs)
+        return grad.sum_to_size(a_shape), grad_b.sum_to_size(b_shape), None
+
+
+class _BroadcastStreams(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x.unsqueeze(-3) * weight.transpose(0, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad_x = (grad * weight.transpose(0, 1)).sum(-3)
+        grad_weight = (grad * x.unsqueeze(-3)).flatten(0, -4).sum(0)
+        return grad_x, grad_weight.transpose(0, 1)
+
+
+class _MixStreams(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, weight):
+        ctx.save_for_backward(y, weight)
+        return (y * weight.transpose(0, 1)).sum(-3)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        y, weight = ctx.saved_tensors
+        grad = grad.unsqueeze(-3)
+        grad_weight = (grad * y).flatten(0, -4).sum(0)
+        return grad * weight.transpose(0, 1), grad_weight.transpose(0, 1)
+
+
+class _StateUpdate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h, v, k, decay):
+        ctx.save_for_backward(h, v, k, decay)
+        out = h * decay[..., None, None]
+        v, k = (t.transpose(-3, -2).flatten(0, -3) for t in (v, k))  # (B*H, M, .)
+        out.view(-1, *out.shape[-2:]).baddbmm_(v.transpose(1, 2), k)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        h, v, k, decay = ctx.saved_tensors
+        grad_v = torch.einsum("...hpn,...mhn->...mhp", grad, k)
+        grad_k = torch.einsum("...hpn,...mhp->...mhn", grad, v)
+        return grad * decay[..., None, None], grad_v, grad_k, (grad * h).sum((-2, -1))
+
+
+def _apply(function, *args):
+    # autograd.Function.apply costs more than these ops themselves at decoding sizes.
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args):
+        return function.apply(*args)
+    return function.forward(_NoContext, *args)
+
+
+class _NoContext:
+    """Stands in for autograd's context where nothing is differentiated."""
+
+    @staticmethod
+    def save_for_backward(*tensors):
+        pass
+
+
+def _mul(a: Tensor, b: Tensor, interleaved: bool) -> Tensor:
+    out = a.expand(_broadcast(a, b)).clone(memory_format=torch.contiguous_format)
+    turn_(out, *pairs(b, b.shape[-1] // 2, interleaved), interleaved)
+    return out
+
+
+def _broadcast(a: Tensor, b: Tensor) -> tuple[int, ...]:
+    return (*torch.broadcast_shapes(a.shape[:-1], b.shape[:-1]), a.shape[-1])
+
+
+def _check_pairs(a: Tensor, b: Tensor) -> None:
+    if a.shape[-1] % 2 or b.shape[-1] % 2 or b.shape[-1] > a.shape[-1]:
+        raise ValueError(
+            "expected real pairs: a (..., N) and b (..., 2S), both even and 2S <= N, got "
+            f"{tuple(a.shape)} and {tuple(b.shape)}"
+        )
