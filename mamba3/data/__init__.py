@@ -1,0 +1,1 @@
+"""Data: tokenizers, the arithmetic curriculum, prompt/completion files, and batches of them."""

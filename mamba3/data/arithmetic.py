@@ -1,0 +1,182 @@
+"""The arithmetic curriculum: stage 1 (digits) and stage 2 (facts).
+
+A problem reads ``PROMPT=ANSWER``; numbers are plain decimal, most significant digit first.
+
+    stage  task       prompt   answer       what it asks
+    1      copy       c1203    1203         the same digits
+    1      reverse    r1203    3021         the digits from the end (zeros stay: r120 is 021)
+    1      successor  s1299    1300         the number plus one
+    1      compare    120?45   >            "<", "=" or ">" between the two numbers
+    2      add        3+9      12           sum of two digits
+    2      subtract   3-9      -6           difference of two digits
+
+Numbers of stage 1 have 1 to 4 digits, each count equally often. Half of the successors end in 9s,
+and compared numbers are often equal or share their first digits, since those are the hard cases.
+
+What is measured. Stage 1 is split by a hash of the prompt: a tenth of all its problems is held out,
+is never drawn for training at any seed, and is what exact match is measured on. Stage 2 has 200
+problems in all, a table to be known by heart: a fact that was never shown cannot be known, so all
+200 are trained on, and exact match over all 200 measures recall, not generalisation.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from mamba3.data.problems import Batch, Problem, collate, hash_share
+from mamba3.data.tokenizer import CharTokenizer
+
+# 32 tokens with the three special ones. Letters name tasks: c, r and s are those of stage 1, the
+# others are free for later stages and for tasks of a user's own.
+CHARACTERS = "0123456789+-*%=()<>,?crspwxyz"
+TEST_SHARE = 0.1
+MAX_DIGITS = 4
+
+
+def tokenizer() -> CharTokenizer:
+    """The curriculum's tokenizer; a prompt ends with "="."""
+    return CharTokenizer(CHARACTERS, prompt_suffix="=")
+
+
+def _number(rng: random.Random, digits: int | None = None) -> int:
+    digits = digits or rng.randint(1, MAX_DIGITS)
+    return rng.randrange(0 if digits == 1 else 10 ** (digits - 1), 10**digits)
+
+
+def _copy(rng: random.Random) -> Problem:
+    digits = str(_number(rng))
+    return Problem("copy", f"c{digits}", digits)
+
+
+def _reverse(rng: random.Random) -> Problem:
+    digits = str(_number(rng))
+    return Problem("reverse", f"r{digits}", digits[::-1])
+
+
+def _successor(rng: random.Random) -> Problem:
+    digits = str(_number(rng))
+    if rng.random() < 0.5:
+        nines = rng.randint(1, len(digits))
+        digits = digits[: len(digits) - nines] + "9" * nines
+    return Problem("successor", f"s{digits}", str(int(digits) + 1))
+
+
+def _compare(rng: random.Random) -> Problem:
+    a = b = str(_number(rng))
+    kind = rng.random()
+    if kind < 0.4:
+        b = str(_number(rng))
+    elif kind < 0.8:  # the same length and the same first digits
+        same = rng.randrange(len(a))
+        b = a[:same] + "".join(rng.choice("0123456789") for _ in a[same:])
+        b = str(int(b))
+    sign = "<" if int(a) < int(b) else ">" if int(a) > int(b) else "="
+    return Problem("compare", f"{a}?{b}", sign)
+
+
+def facts() -> list[Problem]:
+    """All 200 problems of stage 2."""
+    pairs = [(a, b) for a in range(10) for b in range(10)]
+    adds = [Problem("add", f"{a}+{b}", str(a + b)) for a, b in pairs]
+    return adds + [Problem("subtract", f"{a}-{b}", str(a - b)) for a, b in pairs]
+
+
+_FACTS = {task: [p for p in facts() if p.task == task] for task in ("add", "subtract")}
+_TASKS: dict[int, tuple[Callable[[random.Random], Problem], ...]] = {
+    1: (_copy, _reverse, _successor, _compare),
+    2: (lambda rng: rng.choice(_FACTS["add"]), lambda rng: rng.choice(_FACTS["subtract"])),
+}
+STAGES = tuple(_TASKS)
+
+
+def is_held_out(problem: Problem) -> bool:
+    """Whether a problem is kept for measuring, and so never trained on."""
+    return problem.task not in _FACTS and hash_share(problem.prompt) < TEST_SHARE
+
+
+def check_stages(stages: Sequence[int]) -> tuple[int, ...]:
+    """The stages as a tuple, or a ValueError that says which there are."""
+    stages = tuple(stages)
+    if not stages or len(set(stages)) < len(stages) or not set(stages) <= set(STAGES):
+        raise ValueError(f"stages must be some of {list(STAGES)}, each once, got {list(stages)}")
+    return stages
+
+
+class CurriculumStream:
+    """An endless stream of training batches: every task of the stages equally often.
+
+    Batch i is a function of (stages, batch_size, seed, i): a run continues from the number of its
+    batch. Held-out problems never appear.
+
+    Args:
+        stages: stages to mix.
+        tokenizer: turns problems into ids.
+        batch_size: problems in a batch.
+        seed: of the draws.
+    """
+
+    def __init__(
+        self, stages: Sequence[int], tokenizer: CharTokenizer, *, batch_size: int, seed: int
+    ):
+        self.tasks = [task for stage in check_stages(stages) for task in _TASKS[stage]]
+        self.tokenizer, self.batch_size, self.seed = tokenizer, batch_size, seed
+
+    def __call__(self, index: int) -> Batch:
+        """Batch number `index`, from 0."""
+        return collate(self.problems(index), self.tokenizer)
+
+    def problems(self, index: int) -> list[Problem]:
+        """The problems of batch number `index`."""
+        rng = random.Random(f"{self.seed}/{index}")
+        drawn = []
+        while len(drawn) < self.batch_size:
+            problem = rng.choice(self.tasks)(rng)
+            if not is_held_out(problem):
+                drawn.append(problem)
+        return drawn
+
+
+def eval_problems(stage: int, n: int, *, seed: int = 0) -> list[Problem]:
+    """What exact match of a stage is measured on: each problem once.
+
+    Args:
+        stage: 1 or 2.
+        n: for stage 1, the number of held-out problems, spread evenly over the tasks (rounded up).
+            Stage 2 gives its 200 facts, whatever n.
+        seed: of the draw.
+
+    Raises:
+        ValueError: more problems than are held out.
+    """
+    check_stages([stage])
+    if stage == 2:
+        return facts()
+    rng = random.Random(f"test/{seed}")
+    share = -(-n // len(_TASKS[stage]))
+    found: dict[str, Problem] = {}
+    for number, task in enumerate(_TASKS[stage], start=1):
+        for _ in range(1000 * share):
+            if len(found) == number * share:
+                break
+            if is_held_out(problem := task(rng)):
+                found[problem.prompt] = problem
+        else:
+            raise ValueError(
+                f"stage {stage} holds out fewer than {share} problems of a task; ask for fewer "
+                f"than {n}"
+            )
+    return list(found.values())
+
+
+def skill_rows(n: int, *, seed: int = 0) -> list[dict[str, str]]:
+    """Prompt/completion rows of a skill that is in no stage: sort the digits.
+
+    ``x4132`` becomes ``1234``; 2 to 4 digits, each prompt once.
+    """
+    rng = random.Random(f"skill/{seed}")
+    rows: dict[str, str] = {}
+    while len(rows) < n:
+        digits = "".join(rng.choice("0123456789") for _ in range(rng.randint(2, MAX_DIGITS)))
+        rows[f"x{digits}"] = "".join(sorted(digits))
+    return [{"prompt": prompt, "completion": completion} for prompt, completion in rows.items()]

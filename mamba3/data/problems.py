@@ -1,0 +1,96 @@
+"""Problems, a prompt and its one right answer each, and batches of them.
+
+A problem becomes ``<bos>PROMPT=ANSWER<eos>`` (the "=" is the tokenizer's `prompt_suffix`). Labels
+lie at the ids they stand for, the model shifts them; prompt and padding carry `IGNORED`, so the
+loss is that of the answer and of eos. Rows are padded on the right and have no attention mask: the
+model is causal, so pads after a row cannot reach it, and the path without a mask is the faster one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mamba3.data.tokenizer import CharTokenizer
+
+IGNORED = -100
+
+
+class Problem(NamedTuple):
+    """A prompt, its answer, and the task it belongs to (the name results are reported under)."""
+
+    task: str
+    prompt: str
+    answer: str
+
+
+class Batch(NamedTuple):
+    """input_ids and labels (B, L) int64, and how many ids are not padding."""
+
+    input_ids: Tensor
+    labels: Tensor
+    n_tokens: int
+
+
+def hash_share(text: str) -> float:
+    """A number in [0, 1) that depends on the text alone, the same in every process and version.
+
+    Splits compare it with a fraction, so that a problem stays on its side whatever is drawn, and
+    however the data grows.
+    """
+    digest = hashlib.blake2b(text.encode("utf-8"), digest_size=6).digest()
+    return int.from_bytes(digest, "big") / 2**48
+
+
+def collate(problems: Sequence[Problem], tokenizer: CharTokenizer) -> Batch:
+    """Make one batch of problems, as long as the longest."""
+    pairs = [
+        (tokenizer.encode_prompt(p.prompt), tokenizer.encode_answer(p.answer)) for p in problems
+    ]
+    lengths = [len(prompt) + len(answer) for prompt, answer in pairs]
+    input_ids, labels = [], []
+    for (prompt, answer), length in zip(pairs, lengths, strict=True):
+        pads = max(lengths) - length
+        input_ids.append(prompt + answer + [tokenizer.pad_token_id] * pads)
+        labels.append([IGNORED] * len(prompt) + answer + [IGNORED] * pads)
+    return Batch(torch.tensor(input_ids), torch.tensor(labels), sum(lengths))
+
+
+class EpochStream:
+    """An endless stream of batches that goes through a list of problems in a new order each epoch.
+
+    Batch i is a function of (problems, seed, i): a run continues from the number of its batch.
+
+    Args:
+        problems: what to train on.
+        tokenizer: turns them into ids.
+        batch_size: problems in a batch; a batch may reach over the end of an epoch.
+        seed: of the orders.
+    """
+
+    def __init__(
+        self, problems: Sequence[Problem], tokenizer: CharTokenizer, *, batch_size: int, seed: int
+    ):
+        if not problems:
+            raise ValueError("there are no problems to train on")
+        self.problems, self.tokenizer = problems, tokenizer
+        self.batch_size, self.seed = batch_size, seed
+        self._order = lru_cache(maxsize=2)(self._shuffled)
+
+    def __call__(self, index: int) -> Batch:
+        """Batch number `index`, from 0."""
+        first, n = index * self.batch_size, len(self.problems)
+        places = (divmod(i, n) for i in range(first, first + self.batch_size))
+        drawn = [self.problems[self._order(epoch)[i]] for epoch, i in places]
+        return collate(drawn, self.tokenizer)
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        order = list(range(len(self.problems)))
+        random.Random(f"{self.seed}/{epoch}").shuffle(order)
+        return order

@@ -1,0 +1,1 @@
+"""Measuring models: exact match of generated answers."""

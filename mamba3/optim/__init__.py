@@ -1,0 +1,1 @@
+"""Optimizers and the routing of parameters to them."""
