@@ -1,0 +1,8 @@
+"""Layers that models are made of; each is usable alone."""
+
+from .block import Block
+from .mlp import GatedMLP
+from .norm import RMSNorm
+from .tmamba3 import TMamba3Layer
+
+__all__ = ["Block", "GatedMLP", "RMSNorm", "TMamba3Layer"]

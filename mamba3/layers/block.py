@@ -1,0 +1,45 @@
+"""One block of a language model: mixer, then MLP, each on a normalised residual stream."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ..config import Mamba3Config
+from ..ops import Mamba3State
+from .mlp import GatedMLP
+from .norm import RMSNorm
+from .tmamba3 import TMamba3Layer
+
+
+class Block(nn.Module):
+    """x += mixer(norm(x)); x += mlp(norm2(x)), the second only if the config has an MLP.
+
+    Args:
+        config: the model's.
+        device, dtype: of the weights.
+    """
+
+    def __init__(self, config: Mamba3Config, *, device=None, dtype=None):
+        super().__init__()
+        weights = {"device": device, "dtype": dtype}
+        self.norm = RMSNorm(config.d_model, eps=config.norm_eps, **weights)
+        self.mixer = TMamba3Layer.from_config(config, **weights)
+        self.mlp = None
+        if config.mlp_width:
+            self.norm2 = RMSNorm(config.d_model, eps=config.norm_eps, **weights)
+            self.mlp = GatedMLP(config.d_model, config.mlp_width, **weights)
+
+    def forward(
+        self, x: Tensor, *, state: Mamba3State | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Mamba3State]:
+        """Run whole sequences: x (B, L, D), in the residual stream's dtype."""
+        y, state = self.mixer(self.norm(x), state=state, cu_seqlens=cu_seqlens, return_state=True)
+        return self._add_mlp(x + y), state
+
+    def step(self, x: Tensor, state: Mamba3State) -> tuple[Tensor, Mamba3State]:
+        """Run one token: x (B, D)."""
+        y, state = self.mixer.step(self.norm(x), state)
+        return self._add_mlp(x + y), state
+
+    def _add_mlp(self, x: Tensor) -> Tensor:
+        return x if self.mlp is None else x + self.mlp(self.norm2(x))

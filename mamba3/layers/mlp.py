@@ -1,0 +1,26 @@
+"""The gated MLP between mixers."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class GatedMLP(nn.Module):
+    """fc2(value * silu(gate)), with [value | gate] = fc1(x) and no biases.
+
+    Args:
+        d_model: width D of the input and output.
+        width: inner width.
+        device, dtype: of the weights.
+    """
+
+    def __init__(self, d_model: int, width: int, *, device=None, dtype=None):
+        super().__init__()
+        self.fc1 = nn.Linear(d_model, 2 * width, bias=False, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(width, d_model, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x (..., D) to (..., D)."""
+        value, gate = self.fc1(x).chunk(2, dim=-1)
+        return self.fc2(value * F.silu(gate))

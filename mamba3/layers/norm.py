@@ -1,0 +1,38 @@
+"""RMSNorm, computed in float32 whatever it is given."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension: x / sqrt(mean(x^2) + eps) * weight.
+
+    Args:
+        width: size D of the last dimension.
+        eps: added to the mean square.
+        device, dtype: of the weight.
+    """
+
+    no_weight_decay = ("weight",)
+
+    def __init__(self, width: int, *, eps: float = 1e-5, device=None, dtype=None):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to 1."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x (..., D); the result has the weight's dtype."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        y = F.rms_norm(x.to(wide), x.shape[-1:], self.weight.to(wide), self.eps)
+        return y.to(self.weight.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -1,0 +1,5 @@
+"""Language models."""
+
+from .lm import LMOutput, LMState, Mamba3LM
+
+__all__ = ["LMOutput", "LMState", "Mamba3LM"]

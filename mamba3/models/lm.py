@@ -1,0 +1,276 @@
+"""Mamba3LM: embedding, blocks, final norm, head; one path for training, prefill and decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import Mamba3Config
+from ..layers import Block, RMSNorm
+from ..layers.ragged import Ragged
+from ..ops import Mamba3State
+from .init import init_weights
+
+IGNORE = -100
+
+
+class LMState(NamedTuple):
+    """Decoding state of a model: one `Mamba3State` a layer."""
+
+    layers: tuple[Mamba3State, ...]
+
+    @property
+    def batch_size(self) -> int:
+        """Number of sequences."""
+        return self.layers[0].batch_size
+
+    def reorder(self, index: Tensor) -> LMState:
+        """Pick sequences by number, repeats allowed, as beam search does; index is (B',) int."""
+        return LMState(tuple(layer.reorder(index) for layer in self.layers))
+
+
+class LMOutput(NamedTuple):
+    """What a model returns.
+
+    Fields:
+        logits: (B, L, V), V the padded vocabulary; L is shorter with `logits_to_keep`.
+        loss: mean cross-entropy of the next token, a scalar, or None without labels.
+        state: the state after the last token, or None unless asked for.
+    """
+
+    logits: Tensor
+    loss: Tensor | None
+    state: LMState | None
+
+
+class Mamba3LM(nn.Module):
+    """Mamba-3 language model, with the tensor names of the official checkpoints.
+
+    Args:
+        config: the architecture.
+        device: where to put the weights; "meta" allocates nothing.
+        dtype: of the weights, but for those that stay float32 (`float32_parameter_names`).
+
+    Example:
+        >>> import torch
+        >>> config = Mamba3Config(vocab_size=50, d_model=32, n_layer=2, d_state=16, headdim=16)
+        >>> model = Mamba3LM(config)
+        >>> ids = torch.randint(50, (2, 10))
+        >>> model(ids, labels=ids).loss.backward()
+    """
+
+    def __init__(
+        self,
+        config: Mamba3Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.config = config
+        weights = {"device": device, "dtype": dtype}
+        self.backbone = Backbone(config, **weights)
+        self.lm_head = nn.Linear(config.d_model, config.padded_vocab_size, bias=False, **weights)
+        self.tie_weights()
+        init_weights(self)
+
+    def tie_weights(self) -> None:
+        """Make lm_head and the embedding one parameter, if the config ties them."""
+        if self.config.tie_embeddings:
+            self.lm_head.weight = self.backbone.embedding.weight
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        labels: Tensor | None = None,
+        state: LMState | None = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        return_state: bool = False,
+        logits_to_keep: int = 0,
+    ) -> LMOutput:
+        """Predict the next token everywhere.
+
+        Args:
+            input_ids: tokens, (B, L) int, L >= 1, each in [0, vocab_size).
+            labels: (B, L) int, usually input_ids again: position t is scored on labels[t + 1].
+                -100 is not scored, nor are pads and the first token of a packed sequence.
+            state: where to go on from, as returned; None is the start of a sequence.
+            attention_mask: (B, L), nonzero at real tokens; pads may stand left or right.
+            cu_seqlens: boundaries (sequences + 1,) of sequences packed in one row, B = 1.
+            seq_idx: (B, L) int; runs of equal numbers in a row are sequences of their own.
+            return_state: also return the state after the last real token.
+            logits_to_keep: compute the logits of this many last positions only; 0 means all.
+                Labels need all.
+
+        Returns:
+            An `LMOutput`. The loss is nan if no position is scored.
+
+        Raises:
+            ValueError: shapes or values that do not fit.
+        """
+        self._check_ids(input_ids, "input_ids", "(B, L)", 2)
+        if input_ids.shape[1] == 0:
+            raise ValueError("input_ids has no token: expected (B, L) with L >= 1")
+        if labels is not None:
+            if labels.shape != input_ids.shape:
+                raise ValueError(
+                    f"labels have shape {tuple(labels.shape)}, expected input_ids' "
+                    f"{tuple(input_ids.shape)}"
+                )
+            self._check_ids(labels, "labels", "(B, L)", 2, ignore=IGNORE)
+            if logits_to_keep:
+                raise ValueError("labels need every logit: leave logits_to_keep at 0")
+        ragged = Ragged.of(input_ids.shape, attention_mask, cu_seqlens, seq_idx)
+        if ragged is not None:
+            input_ids, cu_seqlens = ragged.pack(input_ids), ragged.cu_seqlens
+
+        x, state = self.backbone(input_ids, state=state, cu_seqlens=cu_seqlens)
+        if ragged is not None:
+            x = ragged.unpack(x)
+        logits = self.lm_head(x[:, -logits_to_keep:])
+        loss = None
+        if labels is not None:
+            loss = next_token_loss(logits, labels, attention_mask, ragged)
+        return LMOutput(logits, loss, state if return_state else None)
+
+    def step(self, input_ids: Tensor, state: LMState) -> tuple[Tensor, LMState]:
+        """Read one token a sequence and predict the next.
+
+        Args:
+            input_ids: (B,) or (B, 1) int.
+            state: of B sequences; it is not changed.
+
+        Returns:
+            Logits (B, V), V the padded vocabulary, and the new state.
+        """
+        if input_ids.dim() == 2 and input_ids.shape[1] == 1:
+            input_ids = input_ids.squeeze(1)
+        self._check_ids(input_ids, "input_ids", "(B,) or (B, 1)", 1)
+        x, state = self.backbone.step(input_ids, state)
+        return self.lm_head(x), state
+
+    def new_state(self, batch: int) -> LMState:
+        """The state of `batch` sequences before their first token."""
+        return LMState(tuple(block.mixer.new_state(batch) for block in self.backbone.layers))
+
+    def generate(self, input_ids: Tensor, max_new_tokens: int, **options) -> Tensor:
+        """Continue prompts; the same as `mamba3.generate(model, ...)`, where the options are."""
+        from ..generate import generate
+
+        return generate(self, input_ids, max_new_tokens, **options)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **options) -> Mamba3LM:
+        """Load a folder, ours or official; the options are those of `mamba3.hub`."""
+        from ..hub import load_pretrained
+
+        return load_pretrained(path, **options)
+
+    def save_pretrained(self, path: str | Path, **options) -> None:
+        """Write config.json and safetensors; the options are those of `mamba3.hub`."""
+        from ..hub import save_pretrained
+
+        save_pretrained(self, path, **options)
+
+    def float32_parameter_names(self) -> set[str]:
+        """Names of the parameters that stay float32 in a half-precision model."""
+        return set(self._declared("float32_parameters"))
+
+    def no_weight_decay_names(self) -> set[str]:
+        """Names of the parameters that an optimizer must not decay: all but the projections."""
+        embeddings = {"backbone.embedding.weight", "lm_head.weight"}
+        names = set(self._declared("no_weight_decay"))
+        return names | (embeddings & dict(self.named_parameters()).keys())
+
+    def _declared(self, attribute: str) -> Iterator[str]:
+        for prefix, module in self.named_modules():
+            for name in getattr(module, attribute, ()):
+                if module._parameters.get(name) is not None:
+                    yield f"{prefix}.{name}"
+
+    def _check_ids(self, ids: Tensor, name: str, form: str, dims: int, ignore: int | None = None):
+        if ids.dim() != dims or ids.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                f"expected {name} {form} of int64 or int32, got {ids.dtype} of shape "
+                f"{tuple(ids.shape)}"
+            )
+        # On a GPU this would wait for the device at every call.
+        if ids.device.type != "cpu" or not ids.numel():
+            return
+        if ignore is not None:
+            ids = ids.masked_fill(ids == ignore, 0)
+        low, high = (int(t) for t in torch.aminmax(ids))
+        if low < 0 or high >= self.config.vocab_size:
+            raise ValueError(
+                f"{name} holds {low if low < 0 else high}, expected tokens in "
+                f"[0, {self.config.vocab_size}): is this the model's own tokenizer?"
+            )
+
+
+class Backbone(nn.Module):
+    """Embedding, blocks and final norm of a `Mamba3LM`."""
+
+    def __init__(self, config: Mamba3Config, *, device=None, dtype=None):
+        super().__init__()
+        weights = {"device": device, "dtype": dtype}
+        self.residual_in_fp32 = config.residual_in_fp32
+        self.embedding = nn.Embedding(config.padded_vocab_size, config.d_model, **weights)
+        self.layers = nn.ModuleList(Block(config, **weights) for _ in range(config.n_layer))
+        self.norm_f = RMSNorm(config.d_model, eps=config.norm_eps, **weights)
+
+    def forward(
+        self, input_ids: Tensor, *, state: LMState | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, LMState]:
+        """From tokens (B, L) to normalised features (B, L, D)."""
+        x = self._embed(input_ids)
+        states = []
+        for i, block in enumerate(self.layers):
+            before = None if state is None else state.layers[i]
+            x, after = block(x, state=before, cu_seqlens=cu_seqlens)
+            states.append(after)
+        return self.norm_f(x), LMState(tuple(states))
+
+    def step(self, input_ids: Tensor, state: LMState) -> tuple[Tensor, LMState]:
+        """From one token a sequence (B,) to features (B, D)."""
+        x = self._embed(input_ids)
+        states = []
+        for block, before in zip(self.layers, state.layers, strict=True):
+            x, after = block.step(x, before)
+            states.append(after)
+        return self.norm_f(x), LMState(tuple(states))
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return x.to(wide) if self.residual_in_fp32 else x
+
+
+def next_token_loss(
+    logits: Tensor, labels: Tensor, attention_mask: Tensor | None, ragged: Ragged | None
+) -> Tensor:
+    """Mean cross-entropy of labels[:, t + 1] under logits[:, t], in float32.
+
+    Args:
+        logits: (B, L, V).
+        labels: (B, L), -100 where nothing is scored.
+        attention_mask: (B, L) or None; pads are not scored.
+        ragged: where sequences begin; what the token before one predicts is not scored.
+    """
+    labels = labels.long()
+    if attention_mask is not None:
+        labels = labels.masked_fill(~attention_mask.bool(), IGNORE)
+    if ragged is not None:
+        starts = ragged.starts if ragged.index is None else ragged.index[ragged.starts]
+        labels = labels.flatten().index_fill(0, starts, IGNORE).view(ragged.shape)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(
+        logits[:, :-1].flatten(0, 1).to(wide), labels[:, 1:].flatten(), ignore_index=IGNORE
+    )
