@@ -16,20 +16,28 @@ _PUBLIC = {
     "Mamba3LM": "models",
     "Mamba3State": "ops",
     "TMamba3Layer": "layers",
-    "generate": "generate",
     "list_models": "zoo",
     "load_model": "zoo",
     "load_tokenizer": "data.tokenizer",
     "ops": "ops",
 }
 
-__all__ = ["__version__", *_PUBLIC]
+__all__ = [
+    "Mamba3Config",
+    "Mamba3LM",
+    "Mamba3State",
+    "TMamba3Layer",
+    "__version__",
+    "list_models",
+    "load_model",
+    "load_tokenizer",
+    "ops",
+]
 
 if TYPE_CHECKING:
     from . import ops
     from .config import Mamba3Config
     from .data.tokenizer import load_tokenizer
-    from .generate import generate
     from .layers import TMamba3Layer
     from .models import Mamba3LM
     from .ops import Mamba3State

@@ -162,7 +162,7 @@ class Mamba3LM(nn.Module):
         return LMState(tuple(block.mixer.new_state(batch) for block in self.backbone.layers))
 
     def generate(self, input_ids: Tensor, max_new_tokens: int, **options) -> Tensor:
-        """Continue prompts; the same as `mamba3.generate(model, ...)`, where the options are."""
+        """Continue prompts; the options are those of `mamba3.generate.generate`."""
         from ..generate import generate
 
         return generate(self, input_ids, max_new_tokens, **options)

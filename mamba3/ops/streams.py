@@ -100,7 +100,7 @@ def complex_state_update(
         The new state, (..., H, P, N).
     """
     headed = (*v.shape[:-3], h.shape[-3])
-    if (*k.shape[:-2], v.shape[-1]) != v.shape or h.shape != (*headed, v.shape[-1], k.shape[-1]):
+    if k.shape[:-1] != v.shape[:-1] or h.shape != (*headed, v.shape[-1], k.shape[-1]):
         raise ValueError(
             "expected h (..., H, P, N), v (..., M, H, P) and k (..., M, H, N), got "
             f"{tuple(h.shape)}, {tuple(v.shape)} and {tuple(k.shape)}"
