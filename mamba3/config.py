@@ -16,18 +16,29 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 A_ACTIVATIONS = ("heavy_tail", "softplus")
 
-# Keys of the official ssm_cfg that mean the same here, under another name.
-_OFFICIAL_SSM_KEYS = {"A_floor": "a_floor"}
-# Official keys that say how the official code runs, not what the model is. chunk_size is among
-# them: it tiles the official kernels, and every chunk size gives the same numbers here.
-_OFFICIAL_IGNORED = {"attn_layer_idx", "attn_cfg", "rms_norm", "fused_add_norm", "ssm_cfg"}
-_OFFICIAL_SSM_IGNORED = {"layer", "chunk_size"}
+# Keys of our own config.json that are not fields: what kind of file it is.
+_LABELS = {"model_type", "architectures"}
+
+# The keys of the official form that set a field, at its top level and in ssm_cfg.
+_OFFICIAL_FIELDS = {"d_model", "d_intermediate", "n_layer", "vocab_size", "residual_in_fp32"}
+_OFFICIAL_FIELDS |= {"pad_vocab_size_multiple", "tie_embeddings", "a_activation"}
+_OFFICIAL_SSM_FIELDS = {"d_state", "expand", "headdim", "ngroups", "is_mimo", "mimo_rank"}
+_OFFICIAL_SSM_FIELDS |= {"rope_fraction", "dt_min", "dt_max", "dt_init_floor", "A_floor"}
+_OFFICIAL_SSM_FIELDS |= {"is_outproj_norm", "a_activation"}
+# Those that set none: checked where they could change the model, else about how the official code
+# runs. chunk_size is among these: it tiles the kernels, and every value gives the same numbers.
+_OFFICIAL_OTHERS = {"ssm_cfg", "attn_layer_idx", "attn_cfg", "rms_norm", "fused_add_norm"}
+_OFFICIAL_SSM_OTHERS = {"layer", "chunk_size"}
+# An absent key means the official code's default, which is ours too but for this one.
+_OFFICIAL_DEFAULTS = {"pad_vocab_size_multiple": 8}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,15 +104,12 @@ class Mamba3Config:
         for field in dataclasses.fields(self):
             value = coerce(getattr(self, field.name), field.type, field.name)
             object.__setattr__(self, field.name, value)
-        positive = "vocab_size d_model n_layer d_state expand headdim ngroups mimo_rank".split()
-        positive += ["pad_vocab_size_multiple", "mlp_multiple", "norm_eps", "a_floor", "dt_min"]
-        for name in positive:
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.d_intermediate < 0:
-            raise ValueError(
-                f"d_intermediate must be 0 (no MLP) or more, got {self.d_intermediate}"
-            )
+            may_be_zero = field.name in ("d_intermediate", "rope_fraction", "angle_init_scale")
+            if isinstance(value, (bool, str)) or (value == 0 and may_be_zero):
+                continue
+            if not (value > 0 and math.isfinite(value)):
+                bound = "0 or more" if may_be_zero else "more than 0"
+                raise ValueError(f"{field.name} must be {bound} and finite, got {value}")
         if self.d_inner % self.headdim:
             raise ValueError(
                 f"headdim must divide expand * d_model: got headdim {self.headdim}, "
@@ -114,7 +122,7 @@ class Mamba3Config:
             )
         if self.d_state % 2:
             raise ValueError(f"d_state must be even (channels rotate in pairs), got {self.d_state}")
-        if not 0 <= self.rope_fraction <= 1:
+        if self.rope_fraction > 1:
             raise ValueError(f"rope_fraction must be in [0, 1], got {self.rope_fraction}")
         if self.a_activation not in A_ACTIVATIONS:
             raise ValueError(
@@ -154,17 +162,33 @@ class Mamba3Config:
         return round_up(self.vocab_size, self.pad_vocab_size_multiple)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Mamba3Config:
-        """Read a config in our own form (`to_dict`) or in the official one (with `ssm_cfg`)."""
-        if "ssm_cfg" in data:
-            return cls.from_official(data)
+    def from_dict(cls, data: dict[str, Any], *, a_activation: str | None = None) -> Mamba3Config:
+        """Read a parsed config.json, in our own form (`to_dict`) or in the official one.
+
+        Args:
+            data: the parsed file; an `ssm_cfg` entry makes it the official form.
+            a_activation: overrides what the file says or leaves open. None takes the file's.
+
+        Returns:
+            The config. An official file that leaves a_activation open gives a warning.
+
+        Raises:
+            TypeError: unknown or missing keys, or a value of the wrong type.
+            ValueError: another kind of model, or values that do not fit together.
+        """
+        if not isinstance(data, dict):
+            raise TypeError(f"a config must be a mapping of keys to values, got {data!r}")
         model_type = data.get("model_type", "mamba3")
         if model_type != "mamba3":
             raise ValueError(
                 f"this config is of model_type {model_type!r}, expected 'mamba3' or the official "
                 "form with an 'ssm_cfg' entry"
             )
-        own = {k: v for k, v in data.items() if k not in ("model_type", "architectures")}
+        if "ssm_cfg" in data:
+            return cls.from_official(data, a_activation=a_activation)
+        own = {key: value for key, value in data.items() if key not in _LABELS}
+        if a_activation is not None:
+            own["a_activation"] = a_activation
         return from_mapping(cls, own, where="config")
 
     @classmethod
@@ -177,35 +201,41 @@ class Mamba3Config:
             data: the parsed file.
             a_activation: which function the weights were trained with. The official form does not
                 say; None takes "heavy_tail", that of all released weights, and warns.
+
+        Raises:
+            TypeError: unknown or missing keys, or a value of the wrong type.
+            ValueError: not a Mamba-3 model, or one with parts that are not supported.
         """
-        ssm = dict(data["ssm_cfg"])
-        if ssm.get("layer") != "Mamba3":
+        ssm = data.get("ssm_cfg")
+        if not isinstance(ssm, dict) or ssm.get("layer") != "Mamba3":
             raise ValueError(
-                f"ssm_cfg.layer is {ssm.get('layer')!r}, expected 'Mamba3': this is not a Mamba-3 "
-                "checkpoint"
+                f"ssm_cfg is {ssm!r}, expected a mapping with layer 'Mamba3': this is not a "
+                "Mamba-3 checkpoint"
             )
         if data.get("attn_layer_idx"):
             raise ValueError(
                 f"attn_layer_idx is {data['attn_layer_idx']}: hybrids with attention layers are "
                 "not supported"
             )
-        if data.get("rms_norm") is False:
+        if not data.get("rms_norm", True):
             raise ValueError("rms_norm is false: only RMSNorm models are supported")
-        known = {field.name for field in dataclasses.fields(cls)}
-        own = {k: v for k, v in data.items() if k not in _OFFICIAL_IGNORED}
-        ssm = {_OFFICIAL_SSM_KEYS.get(k, k): v for k, v in ssm.items()}
-        own |= {k: v for k, v in ssm.items() if k not in _OFFICIAL_SSM_IGNORED}
+        check_keys(data, _OFFICIAL_FIELDS | _OFFICIAL_OTHERS | _LABELS, where="config")
+        check_keys(ssm, _OFFICIAL_SSM_FIELDS | _OFFICIAL_SSM_OTHERS, where="ssm_cfg")
+        fields = _OFFICIAL_DEFAULTS | {k: v for k, v in data.items() if k in _OFFICIAL_FIELDS}
+        fields |= {k: v for k, v in ssm.items() if k in _OFFICIAL_SSM_FIELDS}
+        if "A_floor" in fields:
+            fields["a_floor"] = fields.pop("A_floor")
         if a_activation is not None:
-            own["a_activation"] = a_activation
-        elif "a_activation" not in own:
+            fields["a_activation"] = a_activation
+        elif "a_activation" not in fields:
             warnings.warn(
                 "this config does not say how the decay A is activated; taking "
                 "a_activation='heavy_tail', that of the weights released since June 2026. Weights "
-                "of earlier code need a_activation='softplus'",
+                "of earlier code need a_activation='softplus'. Pass a_activation, or add it to the "
+                "config, to choose",
                 stacklevel=2,
             )
-        assert known >= set(_OFFICIAL_SSM_KEYS.values())
-        return from_mapping(cls, own, where="config")
+        return from_mapping(cls, fields, where="config")
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values, with `model_type`, ready for config.json."""
@@ -228,41 +258,56 @@ def from_mapping(cls, mapping: dict[str, Any], *, where: str):
     if not isinstance(mapping, dict):
         raise TypeError(f"{where} must be a mapping of keys to values, got {mapping!r}")
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    for key in mapping:
-        if key not in fields:
-            near = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.0)
-            raise TypeError(f"{where} has no key {key!r}; the nearest is {near[0]!r}")
-    required = {
+    check_keys(mapping, fields, where=where)
+    missing = [
         name
         for name, field in fields.items()
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    }
-    if missing := sorted(required - set(mapping)):
+        if field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+        and name not in mapping
+    ]
+    if missing:
         raise TypeError(f"{where} lacks {', '.join(missing)}")
     return cls(**mapping)
+
+
+def check_keys(keys: Iterable[Any], known: Iterable[str], *, where: str) -> None:
+    """Raise a TypeError that names the first unknown key and the known one nearest to it."""
+    known = sorted(known)
+    for key in keys:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+            raise TypeError(f"{where} has no key {key!r}; the nearest is {near[0]!r}")
 
 
 def coerce(value: Any, annotation: str, name: str) -> Any:
     """Check `value` against a field's annotation; numbers are converted where nothing is lost.
 
     YAML 1.1 reads 1e-4 as a string and 1.0 as a float, so a float field takes "1e-4" and an int
-    field takes 1.0. Annotations are strings: int, float, bool, str, each with "| None" at will.
+    field takes 1.0.
+
+    Args:
+        value: what was given.
+        annotation: of the field, a string: int, float, bool or str, with "| None" at will. A value
+            of any other annotation is returned as it is.
+        name: of the field, for the message.
+
+    Raises:
+        TypeError: the value is not of that type, or would lose by the conversion.
     """
-    options = [part.strip() for part in annotation.split("|")]
-    if value is None and "None" in options:
-        return None
-    kind = options[0]
-    try:
-        if kind == "bool" and isinstance(value, bool):
-            return value
-        if kind == "str" and isinstance(value, str):
-            return value
-        if kind == "float" and not isinstance(value, bool):
-            return float(value)
-        if kind == "int" and not isinstance(value, bool) and float(value).is_integer():
-            return int(value)
-    except (TypeError, ValueError):
-        pass
-    if kind not in ("bool", "str", "float", "int"):
+    kind, *others = (part.strip() for part in annotation.split("|"))
+    if kind not in ("bool", "str", "float", "int") or (value is None and "None" in others):
         return value
+    if kind in ("bool", "str"):
+        if isinstance(value, bool if kind == "bool" else str):
+            return value
+    elif not isinstance(value, bool):
+        try:
+            number = float(value)
+            if kind == "float" and not math.isnan(number):
+                return number
+            if kind == "int" and number.is_integer():
+                return value if isinstance(value, int) else int(number)
+        except (TypeError, ValueError, OverflowError):
+            pass
     raise TypeError(f"{name} must be {annotation}, got {value!r}")
