@@ -96,7 +96,9 @@ def is_held_out(problem: Problem) -> bool:
 
 
 def check_stages(stages: Sequence[int]) -> tuple[int, ...]:
-    """The stages as a tuple, or a ValueError that says which there are."""
+    """The stages as a tuple, or an error that says which there are."""
+    if not isinstance(stages, (list, tuple)):
+        raise TypeError(f"stages must be a list, got {stages!r}")
     stages = tuple(stages)
     if not stages or len(set(stages)) < len(stages) or not set(stages) <= set(STAGES):
         raise ValueError(f"stages must be some of {list(STAGES)}, each once, got {list(stages)}")

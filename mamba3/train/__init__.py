@@ -1,0 +1,7 @@
+"""Training: recipes, the one training loop, checkpoints that continue exactly, fine-tuning."""
+
+from mamba3.train.config import Recipe, load_recipe
+from mamba3.train.finetune import FinetuneResult, finetune
+from mamba3.train.run import TrainResult, train
+
+__all__ = ["FinetuneResult", "Recipe", "TrainResult", "finetune", "load_recipe", "train"]

@@ -1,0 +1,108 @@
+"""The model card (README.md) of a trained folder: what it is, measured numbers, how to use it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import EvalResult, ModelCardData
+
+from mamba3.data.atomic import replace_text
+from mamba3.eval.exact_match import ExactMatch
+
+CARD_FILE = "README.md"
+
+
+def write_card(
+    folder: str | Path,
+    *,
+    model,
+    summary: str,
+    measured_on: str,
+    results: dict[str, ExactMatch],
+    example: str,
+    base_model: str | None = None,
+) -> None:
+    """Write the README.md of a model folder.
+
+    Args:
+        folder: the model's folder.
+        model: the `Mamba3LM` in it.
+        summary: what was trained, on what, how long, with which seed.
+        measured_on: what the problems of `results` are.
+        results: measurements, by column of the table.
+        example: a prompt for the usage example.
+        base_model: name of the model it was trained from.
+    """
+    folder = Path(folder)
+    name = folder.resolve().name
+    last = list(results.values())[-1]
+    data = ModelCardData(
+        library_name="mamba3",
+        pipeline_tag="text-generation",
+        tags=["mamba3", "arithmetic"],
+        base_model=base_model,
+        model_name=name,
+        eval_results=[
+            EvalResult(
+                task_type="text-generation",
+                dataset_type="mamba3-problems",
+                dataset_name=task,
+                metric_type="exact_match",
+                metric_value=share,
+            )
+            for task, share in last.per_task.items()
+        ],
+    )
+    config = model.config
+    form = f"MIMO of rank {config.mimo_rank}" if config.is_mimo else "SISO"
+    n_parameters = sum(p.numel() for p in model.parameters())
+    lines = [
+        "---",
+        data.to_yaml(),
+        "---",
+        "",
+        f"# {name}",
+        "",
+        f"A Mamba-3 language model ({form}, {config.n_layer} layers, d_model {config.d_model}, "
+        f"d_state {config.d_state}, {n_parameters:,} parameters). {summary}",
+        "",
+        "## Exact match",
+        "",
+        f"Greedy generation, whole answer and end token. {measured_on}",
+        "",
+        *_table(results),
+        "",
+        "## Use",
+        "",
+        "```python",
+        "import torch",
+        "from mamba3 import Mamba3LM, load_tokenizer",
+        "",
+        f'model = Mamba3LM.from_pretrained("{folder.as_posix()}")',
+        f'tokenizer = load_tokenizer("{folder.as_posix()}")',
+        f'prompt = torch.tensor([tokenizer.encode_prompt("{example}")])',
+        "output = model.generate(prompt, 16, eos_token_id=tokenizer.eos_token_id)",
+        "print(tokenizer.decode(output[0, prompt.shape[1]:]))",
+        "```",
+        "",
+    ]
+    replace_text(folder / CARD_FILE, "\n".join(lines))
+
+
+def _table(results: dict[str, ExactMatch]) -> list[str]:
+    columns = list(results)
+    last = results[columns[-1]]
+    rows = [
+        "| task | n | " + " | ".join(columns) + " |",
+        "|---|---|" + "---|" * len(columns),
+    ]
+    for task, n in last.n_per_task.items():
+        shares = " | ".join(_percent(results[column].per_task[task]) for column in columns)
+        rows.append(f"| {task} | {n} | {shares} |")
+    overall = " | ".join(_percent(results[column].overall) for column in columns)
+    return [*rows, f"| all | {last.n} | {overall} |"]
+
+
+def _percent(share: float) -> str:
+    """Rounded down, so that one wrong answer never reads as 100 %."""
+    return f"{int(share * 10000) / 100:.2f} %"

@@ -1,0 +1,228 @@
+"""Recipe: everything that decides a training run, read from YAML.
+
+model   architecture, the fields of `Mamba3Config`; vocab_size comes from the tokenizer
+data    which problems, and how many at once
+optim   AdamW and its learning rate over the steps
+train   how long, from what, on what, and how often to look and to save
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mamba3.config import Mamba3Config, coerce, from_mapping
+from mamba3.data.arithmetic import check_stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataRecipe:
+    """What a model is trained and measured on.
+
+    Args:
+        stages: stages of the arithmetic curriculum, mixed.
+        batch_size: problems in a step.
+        eval_problems: held-out problems of each stage in an evaluation (stage 2: all its facts).
+    """
+
+    stages: list = field(default_factory=lambda: [1, 2])
+    batch_size: int = 256
+    eval_problems: int = 2000
+
+    def __post_init__(self):
+        _coerce_fields(self)
+        object.__setattr__(self, "stages", list(check_stages(self.stages)))
+        _check_at_least(self, 1, "batch_size", "eval_problems")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimRecipe:
+    """AdamW and its learning rate: up to `lr` in a line, then down along a cosine.
+
+    Args:
+        lr: the highest learning rate.
+        warmup_steps: steps up to it.
+        decay_steps: the step at which the cosine ends; later steps stay at its end. It does not
+            follow train.steps, so that a run can be made longer without changing what it did. None
+            keeps `lr`.
+        min_lr_ratio: the end of the cosine over `lr`.
+        weight_decay: decoupled decay of the weight matrices; the model exempts the rest.
+        beta1, beta2, eps: AdamW's.
+        grad_clip: largest global norm of the gradient; larger ones are scaled down to it.
+    """
+
+    lr: float
+    warmup_steps: int = 100
+    decay_steps: int | None = None
+    min_lr_ratio: float = 0.01
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    grad_clip: float = 1.0
+
+    def __post_init__(self):
+        _coerce_fields(self)
+        _check_at_least(self, 0, "lr", "warmup_steps", "weight_decay")
+        if self.grad_clip <= 0:
+            raise ValueError(f"grad_clip must be positive, got {self.grad_clip}")
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"decay_steps must be more than warmup_steps, got {self.decay_steps} and "
+                f"{self.warmup_steps}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRecipe:
+    """How a run goes.
+
+    Args:
+        steps: number of optimizer steps.
+        seed: of the initial weights and of the data.
+        eval_every: steps between evaluations; 0 evaluates at the end only.
+        save_every: steps between checkpoints; the end is always saved.
+        init_from: name or folder of a model whose weights to start from.
+        device: such as "cpu" or "cuda"; None takes a GPU if there is one.
+        threads: threads of torch during the run; None leaves them as they are.
+    """
+
+    steps: int
+    seed: int = 0
+    eval_every: int = 0
+    save_every: int = 500
+    init_from: str | None = None
+    device: str | None = None
+    threads: int | None = None
+
+    def __post_init__(self):
+        _coerce_fields(self)
+        _check_at_least(self, 1, "steps", "save_every")
+        _check_at_least(self, 0, "seed", "eval_every")
+        if self.threads is not None:
+            _check_at_least(self, 1, "threads")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A whole training run. `model` may be left out when train.init_from gives one."""
+
+    model: dict | None = None
+    data: DataRecipe = field(default_factory=DataRecipe)
+    optim: OptimRecipe
+    train: TrainRecipe
+
+    def __post_init__(self):
+        if self.model is None and self.train.init_from is None:
+            raise ValueError("the recipe has neither a group 'model' nor train.init_from")
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Recipe:
+        """Build a recipe from plain values.
+
+        Raises:
+            TypeError: a key that does not exist, with the nearest one, or a value of a wrong type.
+            ValueError: a value out of range.
+        """
+        groups = {"data": DataRecipe, "optim": OptimRecipe, "train": TrainRecipe}
+        built = dict(data) if isinstance(data, dict) else data
+        for name, group in groups.items():
+            if isinstance(data, dict) and name in data:
+                built[name] = from_mapping(group, data[name], where=f"recipe group {name!r}")
+        recipe = from_mapping(cls, built, where="recipe")
+        if recipe.model is not None:
+            recipe.architecture(vocab_size=1)  # mistakes show here, not when the run starts
+        return recipe
+
+    def architecture(self, vocab_size: int) -> Mamba3Config:
+        """The group `model` as a config; `vocab_size` is used where it names none."""
+        values = self.model
+        if isinstance(values, dict):
+            values = {"vocab_size": vocab_size, **values}
+        return from_mapping(Mamba3Config, values, where="recipe group 'model'")
+
+    def to_dict(self) -> dict[str, Any]:
+        """All values as plain ones."""
+        return dataclasses.asdict(self)
+
+    def to_yaml(self) -> str:
+        """The recipe as `load_recipe` reads it."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe from a YAML file.
+
+    Args:
+        path: the file.
+        overrides: changes such as "optim.lr=1e-3" or "data.stages=[1]"; values are YAML.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        TypeError, ValueError: it is not YAML, or not a recipe; keys that do not exist are named
+            with the nearest one.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not a file; expected a recipe (.yaml)")
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(data, dict):
+        raise TypeError(f"{path} must hold the groups model, data, optim and train, got {data!r}")
+    for override in overrides:
+        _override(data, override)
+    try:
+        return Recipe.from_dict(data)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def recipe_keys() -> list[str]:
+    """Every key that can be set, as group.key."""
+    groups = {
+        "model": Mamba3Config,
+        "data": DataRecipe,
+        "optim": OptimRecipe,
+        "train": TrainRecipe,
+    }
+    return [f"{name}.{f.name}" for name, cls in groups.items() for f in dataclasses.fields(cls)]
+
+
+def _override(data: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals:
+        raise ValueError(f"expected group.key=value, such as optim.lr=1e-3, got {override!r}")
+    if key not in (keys := recipe_keys()):
+        near = [k for k in keys if k.partition(".")[2] == key]
+        near = near or difflib.get_close_matches(key, keys, n=1, cutoff=0.0)
+        raise TypeError(f"a recipe has no key {key!r}; the nearest is {near[0]!r}")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ValueError(f"the value of {override!r} is not valid YAML") from None
+    group, _, name = key.partition(".")
+    if data.get(group) is None:
+        data[group] = {}
+    if not isinstance(data[group], dict):
+        raise TypeError(f"recipe group {group!r} must be a mapping, got {data[group]!r}")
+    data[group][name] = value
+
+
+def _coerce_fields(recipe) -> None:
+    for f in dataclasses.fields(recipe):
+        object.__setattr__(recipe, f.name, coerce(getattr(recipe, f.name), f.type, f.name))
+
+
+def _check_at_least(recipe, least: int, *names: str) -> None:
+    for name in names:
+        if not getattr(recipe, name) >= least:
+            raise ValueError(f"{name} must be at least {least}, got {getattr(recipe, name)}")

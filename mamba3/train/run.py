@@ -1,0 +1,267 @@
+"""train: a run of the arithmetic curriculum, from a recipe to a folder that is ready for the Hub.
+
+OUT/config.json, model.safetensors, tokenizer.json, README.md    the model
+OUT/recipe.yaml, metrics.jsonl, training_state.pt                the run
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from mamba3 import hub, zoo
+from mamba3.config import Mamba3Config
+from mamba3.data import arithmetic
+from mamba3.data.atomic import replace_text
+from mamba3.eval.exact_match import ExactMatch, exact_match
+from mamba3.models.lm import Mamba3LM
+from mamba3.train import checkpoint
+from mamba3.train.card import write_card
+from mamba3.train.config import Recipe
+from mamba3.train.log import METRICS_FILE, MetricsLog
+from mamba3.train.loop import fit, make_optimizer
+
+RECIPE_FILE = "recipe.yaml"
+logger = logging.getLogger(__name__)
+
+
+class TrainResult(NamedTuple):
+    """What a run came to.
+
+    steps: optimizer steps made in all.
+    loss: of the last step.
+    exact_match, per_task, n: as in `ExactMatch`, after the last step.
+    out: the folder.
+    seconds: wall time of this call.
+    """
+
+    steps: int
+    loss: float
+    exact_match: float
+    per_task: dict[str, float]
+    n: int
+    out: str
+    seconds: float
+
+
+def train(
+    recipe: Recipe, out: str | Path, *, resume: bool = False, progress: bool = True
+) -> TrainResult:
+    """Train a model on the arithmetic curriculum and save it.
+
+    Args:
+        recipe: what to do, from `load_recipe`.
+        out: folder of the run; it is made if needed.
+        resume: continue the run in `out` from its last checkpoint, as if it had not stopped. Only
+            the recipe's length and looks (train.steps, train.eval_every, ...) may have changed.
+        progress: show a bar on standard error.
+
+    Raises:
+        FileExistsError: `out` holds a run or a model already, and `resume` is False.
+        FileNotFoundError: there is no run to resume.
+        ValueError: the recipe is not that of the run to resume.
+        RuntimeError: loss or gradient became NaN or infinite; the last checkpoint stays.
+    """
+    began = time.perf_counter()
+    out = Path(out)
+    state = checkpoint.load_state(out / checkpoint.STATE_FILE) if resume else None
+    if state is None:
+        checkpoint.refuse_to_overwrite(out, "choose another folder, or resume the run in it")
+    with _threads(recipe.train.threads), own_rng(recipe.train.seed):
+        run = _Run(recipe, out, state)
+        result = run.go(progress)
+    return TrainResult(
+        steps=run.step,
+        loss=run.loss,
+        exact_match=result.overall,
+        per_task=result.per_task,
+        n=result.n,
+        out=str(out),
+        seconds=time.perf_counter() - began,
+    )
+
+
+class _Run:
+    """A run in progress: new, or where a loaded state left it."""
+
+    def __init__(self, recipe: Recipe, out: Path, state: dict | None):
+        self.out, self.tokenizer = out, arithmetic.tokenizer()
+        model = _build_model(recipe, self.tokenizer.vocab_size, state)
+        self.model = model.to(recipe.train.device or default_device())
+        architecture = model.config.to_dict()
+        del architecture["model_type"]
+        self.recipe = dataclasses.replace(recipe, model=architecture)
+        self.optimizer = make_optimizer(self.model, recipe.optim)
+        self.step, self.loss = 0, None
+        self.result: ExactMatch | None = None
+        self.result_step = -1
+        if state is None:
+            out.mkdir(parents=True, exist_ok=True)
+            self._save_state()  # a run that stops before its first checkpoint can be resumed too
+        else:
+            self._restore(state)
+
+    def _restore(self, state: dict) -> None:
+        checkpoint.check_same_recipe(state["recipe"], self.recipe.to_dict())
+        steps = self.recipe.train.steps
+        if steps < state["step"]:
+            raise ValueError(
+                f"the run in {self.out} has made {state['step']} steps already, and train.steps is "
+                f"{steps}; set train.steps to at least {state['step']}"
+            )
+        checkpoint.restore(state, self.model, self.optimizer)
+        self.step, self.loss = state["step"], state["loss"]
+
+    def go(self, progress: bool) -> ExactMatch:
+        """Make the steps that are left; return the last evaluation."""
+        recipe = self.recipe
+        if recipe.optim.decay_steps not in (None, recipe.train.steps):
+            logger.warning(
+                "the learning rate decays over optim.decay_steps=%d steps, train.steps is %d",
+                recipe.optim.decay_steps,
+                recipe.train.steps,
+            )
+        replace_text(self.out / RECIPE_FILE, recipe.to_yaml())
+        batches = arithmetic.CurriculumStream(
+            recipe.data.stages,
+            self.tokenizer,
+            batch_size=recipe.data.batch_size,
+            seed=recipe.train.seed,
+        )
+        log = MetricsLog(self.out / METRICS_FILE, last_step=self.step)
+        fit(
+            self.model,
+            self.optimizer,
+            batches,
+            recipe.optim,
+            start=self.step,
+            steps=recipe.train.steps,
+            log=log,
+            after_step=lambda step, loss: self._after_step(step, loss, log),
+            progress=progress,
+        )
+        return self._evaluate()
+
+    def _after_step(self, step: int, loss: float, log: MetricsLog) -> None:
+        self.step, self.loss = step, loss
+        timing = self.recipe.train
+        last = step == timing.steps
+        if last or (timing.eval_every and step % timing.eval_every == 0):
+            result = self._evaluate()
+            log.write(
+                step,
+                exact_match=result.overall,
+                per_task=result.per_task,
+                n=result.n,
+                truncated=result.truncated,
+            )
+        if last or step % timing.save_every == 0:
+            # The state goes first: whatever stops the run in between, it can be resumed.
+            self._save_state()
+            self._save_model()
+
+    def _evaluate(self) -> ExactMatch:
+        """Exact match after the present step; measured once a step."""
+        if self.result_step != self.step:
+            data = self.recipe.data
+            problems = [
+                problem
+                for stage in data.stages
+                for problem in arithmetic.eval_problems(stage, data.eval_problems)
+            ]
+            self.result = exact_match(self.model, self.tokenizer, problems)
+            self.result_step = self.step
+        return self.result
+
+    def _save_state(self) -> None:
+        checkpoint.save_state(
+            self.out / checkpoint.STATE_FILE,
+            self.model,
+            self.optimizer,
+            step=self.step,
+            loss=self.loss,
+            recipe=self.recipe.to_dict(),
+        )
+
+    def _save_model(self) -> None:
+        hub.save_pretrained(self.model, self.out, tokenizer=self.tokenizer)
+        recipe = self.recipe
+        summary = (
+            f"Trained with mamba3 on stages {recipe.data.stages} of the arithmetic curriculum: "
+            f"{self.step} steps of {recipe.data.batch_size} problems, seed {recipe.train.seed}, "
+            "AdamW. `mamba3 train recipe.yaml --out DIR` with the recipe.yaml of this folder "
+            "trains it again."
+        )
+        write_card(
+            self.out,
+            model=self.model,
+            summary=summary,
+            measured_on=(
+                "Stage 1 (copy, reverse, successor, compare) is measured on problems that are held "
+                "out by a hash and never trained on. Stage 2 (add, subtract) is a table of 200 "
+                "facts: all are trained on and all are measured, so it is recall."
+            ),
+            results={f"after {self.step} steps": self._evaluate()},
+            example="7+8",
+        )
+
+
+def _build_model(recipe: Recipe, vocab_size: int, state: dict | None) -> Mamba3LM:
+    """A model with the weights that the run begins with; those of a state come later."""
+    init_from = recipe.train.init_from
+    if state is not None:
+        architecture = recipe.model or state["recipe"]["model"]
+        return Mamba3LM(dataclasses.replace(recipe, model=architecture).architecture(vocab_size))
+    if init_from is None:
+        return Mamba3LM(recipe.architecture(vocab_size))
+    model = zoo.load_model(init_from, dtype=torch.float32)
+    _check_architecture(recipe, model.config, init_from, vocab_size)
+    return model
+
+
+def _check_architecture(
+    recipe: Recipe, config: Mamba3Config, init_from: str, vocab_size: int
+) -> None:
+    if config.vocab_size != vocab_size:
+        raise ValueError(
+            f"{init_from} has a vocabulary of {config.vocab_size} tokens; the arithmetic "
+            f"curriculum has {vocab_size}"
+        )
+    if recipe.model is not None and (wanted := recipe.architecture(vocab_size)) != config:
+        names = [f.name for f in dataclasses.fields(config)]
+        differing = [n for n in names if getattr(config, n) != getattr(wanted, n)]
+        raise ValueError(
+            f"the recipe's model differs from {init_from} in {', '.join(differing)}; leave the "
+            "group 'model' out to take the architecture of train.init_from"
+        )
+
+
+def default_device() -> str:
+    """A GPU where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@contextlib.contextmanager
+def own_rng(seed: int) -> Iterator[None]:
+    """Seed torch for the duration, and give the caller its random state back after."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        yield
+
+
+@contextlib.contextmanager
+def _threads(n: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    try:
+        if n is not None:
+            torch.set_num_threads(n)
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,114 @@
+import pytest
+import yaml
+
+from mamba3.train.config import OptimRecipe, Recipe, load_recipe
+from mamba3.train.loop import learning_rate
+
+RECIPE = {
+    "model": {"d_model": 16, "n_layer": 1, "d_state": 8, "headdim": 8},
+    "data": {"stages": [2], "batch_size": 4},
+    "optim": {"lr": 0.01},
+    "train": {"steps": 3},
+}
+
+
+def write(tmp_path, content=RECIPE):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    return path
+
+
+def changed(group, **values):
+    return RECIPE | {group: RECIPE[group] | values}
+
+
+def test_overrides(tmp_path):
+    recipe = load_recipe(
+        write(tmp_path),
+        ["optim.lr=1e-3", "data.stages=[1, 2]", "train.seed=7", "model.is_mimo=true"],
+    )
+    assert recipe.optim.lr == 1e-3
+    assert recipe.data.stages == [1, 2]
+    assert recipe.data.batch_size == 4
+    assert recipe.train.seed == 7
+    assert recipe.architecture(32).is_mimo is True
+    assert recipe.architecture(32).vocab_size == 32
+
+
+def test_an_override_may_fill_a_group_that_is_not_there(tmp_path):
+    content = {k: v for k, v in RECIPE.items() if k != "data"}
+    assert load_recipe(write(tmp_path, content), ["data.batch_size=3"]).data.batch_size == 3
+
+
+def test_yaml_round_trip(tmp_path):
+    recipe = load_recipe(write(tmp_path, changed("optim", lr="1e-3", decay_steps=200)))
+    assert load_recipe(write(tmp_path, recipe.to_yaml())) == recipe
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.lrr=1", r"no key 'optim.lrr'; the nearest is 'optim.lr'"),
+        ("lr=1", r"no key 'lr'; the nearest is 'optim.lr'"),
+        ("training.steps=1", r"the nearest is 'train.steps'"),
+        ("model.dmodel=1", r"the nearest is 'model.d_model'"),
+        ("optim.lr", r"expected group.key=value, such as optim.lr=1e-3, got 'optim.lr'"),
+        ("data.stages=[1", r"value of 'data.stages=\[1' is not valid YAML"),
+        ("train.steps=many", r"steps must be int, got 'many'"),
+        ("train.steps=0", r"steps must be at least 1, got 0"),
+        ("optim.lr=nan", r"lr must be at least 0, got nan"),
+        ("optim.grad_clip=0", r"grad_clip must be positive"),
+        ("optim.decay_steps=100", r"decay_steps must be more than warmup_steps, got 100 and 100"),
+        ("data.stages=[3]", r"stages must be some of \[1, 2\]"),
+        ("data.stages=2", r"stages must be a list, got 2"),
+        ("data.batch_size=0", r"batch_size must be at least 1"),
+        ("train.threads=0", r"threads must be at least 1"),
+        ("model.headdim=5", r"headdim must divide"),
+    ],
+)
+def test_a_wrong_override_says_what_is_right(tmp_path, override, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        load_recipe(write(tmp_path), [override])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a: [", r"recipe\.yaml is not valid YAML"),
+        ("- 1", r"recipe\.yaml must hold the groups model, data, optim and train"),
+        ("", r"recipe\.yaml must hold the groups"),
+        (RECIPE | {"optimizer": {}}, r"recipe has no key 'optimizer'; the nearest is 'optim'"),
+        (RECIPE | {"optim": [1]}, r"recipe group 'optim' must be a mapping"),
+        (RECIPE | {"model": 3}, r"recipe group 'model' must be a mapping"),
+        (changed("optim", learning_rate=1), r"group 'optim' has no key 'learning_rate'"),
+        (changed("model", d_modle=1), r"group 'model' has no key 'd_modle'.*'d_model'"),
+        ({k: v for k, v in RECIPE.items() if k != "train"}, r"recipe lacks train"),
+        ({k: v for k, v in RECIPE.items() if k != "model"}, r"neither .* nor train.init_from"),
+        (RECIPE | {"train": {}}, r"recipe group 'train' lacks steps"),
+    ],
+)
+def test_a_wrong_file_says_what_is_right(tmp_path, content, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        load_recipe(write(tmp_path, content))
+
+
+def test_no_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match="expected a recipe"):
+        load_recipe(tmp_path / "none.yaml")
+
+
+def test_a_recipe_can_be_built_in_python():
+    assert Recipe.from_dict(RECIPE).train.steps == 3
+    with pytest.raises(TypeError, match="recipe must be a mapping"):
+        Recipe.from_dict([])
+
+
+def test_learning_rate_by_hand():
+    optim = OptimRecipe(lr=2.0, warmup_steps=4, decay_steps=12, min_lr_ratio=0.1)
+    rates = [learning_rate(i, optim) for i in range(16)]
+    assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
+    assert rates[8] == pytest.approx((2.0 + 0.2) / 2)  # half way down the cosine
+    assert rates[12:] == pytest.approx([0.2] * 4)
+    assert rates[4:13] == sorted(rates[4:13], reverse=True)
+    constant = OptimRecipe(lr=2.0, warmup_steps=0)
+    assert [learning_rate(i, constant) for i in (0, 999)] == [2.0, 2.0]
