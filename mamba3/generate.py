@@ -78,7 +78,7 @@ def generate(
 
     Example:
         >>> prompt = torch.tensor([tokenizer.encode_prompt("8+7=")])
-        >>> out = generate(model, prompt, 8, eos_token_id=tokenizer.eos_id)
+        >>> out = generate(model, prompt, 8, eos_token_id=tokenizer.eos_token_id)
         >>> tokenizer.decode(out[0])
         '8+7=15'
     """
