@@ -99,13 +99,13 @@ def _read_shards(index_file: Path) -> dict[str, torch.Tensor]:
 
 
 def _read_official(file: Path) -> Any:
+    with open(file, "rb"):
+        pass  # a file that cannot be opened says so itself; all that follows is about its content
     try:
         return torch.load(
             file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
         )
-    except OSError:
-        raise
-    except Exception as error:  # a broken or hostile pickle can provoke any of them
+    except Exception as error:  # a broken or hostile pickle can provoke any, OSError included
         # Around its reason torch explains how to load the file unsafely: only the reason is kept.
         parts = [part.strip() for part in str(error).split("\n\n")]
         reason = parts[1] if isinstance(error, pickle.UnpicklingError) and parts[1:] else parts[0]
@@ -128,10 +128,12 @@ def _plain_tensors(data: Any, file: Path) -> dict[str, torch.Tensor]:
             and value.dtype in DTYPES
         )
         if not isinstance(key, str) or not is_plain:
-            got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+            got = type(value).__name__
+            if isinstance(value, torch.Tensor):
+                got += f" ({value.layout}, {value.dtype}, {value.device})"
             raise ValueError(
-                f"{file}: {key!r} is a {got}, expected tensors of {', '.join(map(str, DTYPES))} "
-                "by name"
+                f"{file}: {key!r} is a {got}, expected names with plain tensors of "
+                f"{', '.join(map(str, DTYPES))}"
             )
         name = without_wrappers(key)
         if name in tensors:

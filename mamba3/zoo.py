@@ -1,7 +1,7 @@
 """The models that have a name: where their weights are, and under which licence.
 
-Only what a folder cannot say itself stands in the table; sizes are read from its config and
-results from its card (README.md), so that they cannot disagree with the weights.
+Only what a folder cannot say itself stands in the table: sizes follow from its config.json, and
+results stand in its card, README.md.
 """
 
 from __future__ import annotations
@@ -48,10 +48,6 @@ class ZooModel:
         model = Mamba3LM(read_config(self.path), device="meta")
         return sum(parameter.numel() for parameter in model.parameters())
 
-    def card(self) -> str:
-        """The model card, Markdown: training, measured results, limits."""
-        return (self.path / "README.md").read_text(encoding="utf-8")
-
 
 MODELS = {
     model.name: model
@@ -94,28 +90,28 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
         raise ValueError("the model's name or folder is empty; write '.' for this folder")
     folder = Path(name_or_path)
     model = MODELS.get(name_or_path) if isinstance(name_or_path, str) else None
-    if model and folder.exists():
+    if model and folder.is_dir():
         raise ValueError(
             f"{name_or_path!r} is a shipped model and also a folder here. Write "
             f"'./{name_or_path}' for the folder, or '{model.path}' for the shipped model"
         )
+    if model and not model.path.is_dir():
+        raise FileNotFoundError(
+            f"the weights of {name_or_path!r} are missing from this installation: expected the "
+            f"folder {model.path}. Reinstall mamba3"
+        )
     if model:
-        folder = model.path
+        return model.path
     if folder.is_dir():
         return folder
     if folder.exists():
         raise NotADirectoryError(
             f"'{folder}' is a file, expected the folder that holds config.json and the weights"
         )
-    if model:
-        raise FileNotFoundError(
-            f"the weights of {name_or_path!r} are missing from this installation: expected the "
-            f"folder {folder}. Reinstall mamba3"
-        )
     near = difflib.get_close_matches(str(name_or_path), MODELS, n=3)
     raise FileNotFoundError(
         f"'{name_or_path}' is neither a local folder nor a shipped model"
-        + (f"; did you mean {' or '.join(near)}?" if near else "")
+        + (f"; did you mean {' or '.join(near)}?" if near else ".")
         + f" Shipped models: {', '.join(list_models())}. Models on the Hugging Face Hub are not "
         "downloaded by this version: download the files and give their folder"
     )
