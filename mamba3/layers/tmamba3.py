@@ -295,8 +295,8 @@ class TMamba3Layer(nn.Module):
 def decay_rate(raw: Tensor, activation: str, floor: float) -> Tensor:
     """A = -f(raw), at most -floor; f is heavy_tail (1 + u, or 1/(1 - u) for u < 0) or softplus."""
     if activation == "heavy_tail":
-        # The unused branch must stay finite, or its gradient turns the other's into NaN.
-        f = torch.where(raw >= 0, 1 + raw, 1 / (1 - raw.clamp(max=0)))
+        # Both branches in one expression; clamp and relu split the gradient at 0 between them.
+        f = raw.clamp(min=0) + 1 / (1 + F.relu(-raw))
     else:
         f = F.softplus(raw)
     return -f.clamp(min=floor)

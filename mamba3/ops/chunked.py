@@ -27,13 +27,15 @@ step of the recurrence over chunks is a contiguous slice.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .reference import TAU_HIGH, TAU_LOW, Mimo, gate_and_mix, rotate
+from .reference import TAU_HIGH, TAU_LOW, Mimo, rotate
 from .state import Mamba3State
 from .streams import pairs, turn_
 
@@ -46,6 +48,18 @@ def default_chunk_size(rank: int, length: int) -> int:
     return max(1, min(length, 32 if rank == 1 else 16 if rank <= 4 else 8))
 
 
+class Step(NamedTuple):
+    """A step of the recurrence over chunks: chunks start..stop, of which `going` have a next."""
+
+    start: int
+    stop: int
+    going: int
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+
 @dataclass(frozen=True)
 class Chunking:
     """How tokens (B, L) are laid out in chunks (C, B', Q), dense or packed.
@@ -56,7 +70,8 @@ class Chunking:
 
     size: int
     n_tokens: int
-    steps: tuple[tuple[int, int], ...]
+    inner: int
+    steps: tuple[Step, ...]
     order: Tensor | None = None
     gather: Tensor | None = None
     scatter: Tensor | None = None
@@ -64,8 +79,7 @@ class Chunking:
 
     @classmethod
     def dense(cls, batch: int, length: int, size: int) -> Chunking:
-        count = -(-length // size)
-        return cls(size, length, tuple((i * batch, (i + 1) * batch) for i in range(count)))
+        return cls(size, length, batch, _steps([batch] * -(-length // size)))
 
     @classmethod
     def packed(cls, lengths: Tensor, size: int, device: torch.device) -> Chunking:
@@ -74,11 +88,10 @@ class Chunking:
         order = torch.argsort(lengths, descending=True, stable=True)
         starts = torch.cumsum(lengths, 0) - lengths
         counts = (lengths[order] + size - 1) // size
-        steps, chunk_starts, chunk_lengths, first = [], [], [], 0
-        for i in range(int(counts.max()) if len(counts) else 0):
+        per_step, chunk_starts, chunk_lengths = [], [], []
+        for i in range(int(counts.max())):
             alive = order[: int((counts > i).sum())]
-            steps.append((first, first + len(alive)))
-            first += len(alive)
+            per_step.append(len(alive))
             chunk_starts.append(starts[alive] + i * size)
             chunk_lengths.append((lengths[alive] - i * size).clamp(max=size))
         offsets = torch.arange(size)
@@ -89,7 +102,8 @@ class Chunking:
         return cls(
             size,
             len(scatter),
-            tuple(steps),
+            1,
+            _steps(per_step),
             order.to(device),
             # Places after a sequence's end repeat some token; their weights are masked to zero.
             index.clamp(max=len(scatter) - 1).flatten().to(device),
@@ -118,6 +132,14 @@ class Chunking:
     def weights(self, t: Tensor) -> Tensor:
         """Per-token weights (B, L, H) -> (K, H, Q), zero where a chunk has no token."""
         return self.heads(t) if self.valid is None else self.heads(t) * self.valid
+
+
+def _steps(counts: list[int]) -> tuple[Step, ...]:
+    ends = list(accumulate(counts))
+    return tuple(
+        Step(end - count, end, going)
+        for count, end, going in zip(counts, ends, [*counts[1:], 0], strict=True)
+    )
 
 
 def mamba3_scan_chunked(
@@ -154,11 +176,6 @@ def mamba3_scan_chunked(
         ends = SequenceEnds.of(cu_seqlens)
 
     phase = _Phase.apply(rate, dt, phase0, cu_seqlens)
-    k, q = _BiasRotate.apply(
-        chunks.split(b), chunks.split(c), b_bias, c_bias, chunks.heads(phase), mimo is None
-    )
-    v = chunks.heads(x).unsqueeze(2)
-    v = v if mimo is None else v * mimo[0].unsqueeze(2)
 
     # What the trapezoid adds to a token one step later, and to the incoming state at once.
     late = (1 - lam) * dt
@@ -172,9 +189,13 @@ def mamba3_scan_chunked(
     v_prev = x_prev.unsqueeze(1) if mimo is None else x_prev.unsqueeze(1) * mimo[0].transpose(0, 1)
     update = torch.einsum("brhp,brhn->bhpn", v_prev * late_first[:, None, :, None], k_prev)
     y, h = _ChunkScan.apply(
-        q.flatten(2, 3),
-        k.flatten(2, 3),
-        v.flatten(2, 3),
+        chunks.split(x),
+        chunks.split(b),
+        chunks.split(c),
+        b_bias,
+        c_bias,
+        None if mimo is None else mimo[0],
+        chunks.heads(phase),
         chunks.weights(dt * a),
         chunks.weights(gamma + look_ahead),
         chunks.weights(gamma),
@@ -183,10 +204,11 @@ def mamba3_scan_chunked(
         chunks.steps,
     )
     h = _untake(h, chunks.order)
-
-    y = y.view(len(y), heads, rank, size, -1).permute(0, 3, 2, 1, 4)
-    y = y.unflatten(0, (-1, batch if ends is None else 1))
-    y = gate_and_mix(y, None if z is None else chunks.split(z), mimo, norm_weight, norm_eps)
+    gate = (None, None, None) if mimo is None else mimo
+    z = None if z is None else chunks.split(z)
+    y = _GateMix.apply(
+        y, z, gate[1], gate[2], norm_weight, norm_eps, chunks.steps, chunks.inner, size
+    )
     y = chunks.join(y)
 
     if ends is None:
@@ -275,127 +297,97 @@ class _Phase(torch.autograd.Function):
         return grad_rate, grad_dt, grad_phase0, None
 
 
-class _BiasRotate(torch.autograd.Function):
-    """Per-head bias, then rotation, of B and C: (C, B', Q, R, G, N) -> (K, H, R, Q, N).
-
-    The backward pass needs the outputs alone: a rotated pair's derivative by its phase is the
-    pair turned by a quarter.
-    """
-
-    @staticmethod
-    def forward(ctx, b, c, b_bias, c_bias, phase, interleaved):
-        cos, sin = phase.cos().unsqueeze(2), phase.sin().unsqueeze(2)
-        k = _biased(b, b_bias)
-        q = _biased(c, c_bias)
-        turn_(k, cos, sin, interleaved)
-        turn_(q, cos, sin, interleaved)
-        ctx.save_for_backward(k, q, cos, sin)
-        ctx.interleaved, ctx.shape = interleaved, b.shape
-        return k, q
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_k, grad_q):
-        k, q, cos, sin = ctx.saved_tensors
-        grad_phase = 0
-        grads = []
-        for out, grad in ((k, grad_k), (q, grad_q)):
-            re, im = pairs(out, cos.shape[-1], ctx.interleaved)
-            grad_re, grad_im = pairs(grad, cos.shape[-1], ctx.interleaved)
-            grad_phase += (grad_im * re).sub_(grad_re * im).sum(2)
-            grad = grad.clone()
-            turn_(grad, cos, -sin, ctx.interleaved)
-            outer, _, _, groups, _ = ctx.shape[1:]
-            grad_m = grad.unflatten(1, (groups, -1)).sum(2)  # (K, G, R, Q, N)
-            grads.append(
-                (grad_m.permute(0, 3, 2, 1, 4).unflatten(0, (-1, outer)), grad.sum((0, 3)))
-            )
-        (grad_b, grad_b_bias), (grad_c, grad_c_bias) = grads
-        return grad_b, grad_c, grad_b_bias, grad_c_bias, grad_phase, None
-
-
-def _biased(m: Tensor, bias: Tensor) -> Tensor:
-    """Add a per-head bias: (C, B', Q, R, G, N) and (H, R, N) -> (K, H, R, Q, N)."""
-    outer, inner, size, rank, groups, n = m.shape
-    per_group = bias.shape[0] // groups
-    out = bias.new_empty(outer, inner, groups, per_group, rank, size, n)
-    m = m.permute(0, 1, 4, 3, 2, 5).unsqueeze(3)
-    torch.add(m, bias.view(groups, per_group, rank, 1, n), out=out)
-    return out.view(outer * inner, groups * per_group, rank, size, n)
-
-
 class _ChunkScan(torch.autograd.Function):
-    """The recurrence on rotated inputs, chunk by chunk; symbols as in the module's legend.
+    """Bias, rotation, streams and the recurrence, block by block; symbols as in the legend.
 
-    Only the state every chunk starts from is kept for the backward pass; the masks and the
-    score matrices are computed again, block by block.
+    Only the state every chunk starts from is kept for the backward pass. Rotated maps, masks and
+    scores are computed again: they are read while they are in cache, and are larger by the number
+    of heads, streams or the chunk than what they come from.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, log_a, scale, gamma, d, h0, steps):
-        y = torch.empty_like(v)
-        h_in = h0.new_empty(len(q), *h0.shape[1:])
-        h = h0.clone()
-        for block in _blocks(steps, q, v):
-            rows = slice(block[0][0], block[-1][1])
-            qb, kb, vb, yb = (t[rows].flatten(0, 1) for t in (q, k, v, y))
-            mask = _Mask(log_a[rows], scale[rows], gamma[rows], q.shape[2])
-            added = torch.bmm(vb.transpose(1, 2), kb * mask.out).view_as(h_in[rows])
-            for start, stop in block:
-                h_in[start:stop] = h[: stop - start]
-                here = slice(start - rows.start, stop - rows.start)
-                h[: stop - start].mul_(mask.decay[here]).add_(added[here])
-            w = torch.bmm(qb, kb.transpose(1, 2))
+    def forward(ctx, x, b, c, b_bias, c_bias, mimo_x, phase, log_a, scale, gamma, d, h0, steps):
+        inputs = (x, b, c, b_bias, c_bias, mimo_x, phase.cos(), phase.sin())
+        weights = (log_a, scale, gamma)
+        heads, rank, n = b_bias.shape
+        size, headdim = log_a.shape[2], x.shape[-1]
+        y = x.new_empty(len(log_a), heads, rank * size, headdim)
+        h_in = h0.new_empty(len(log_a), heads, headdim, n)
+        final = h0.clone()
+        if steps:
+            h_in[: steps[0].count] = h0[: steps[0].count]
+        per_chunk = heads * rank * size * max(n, headdim, rank * size)
+        for block in _blocks(steps, per_chunk):
+            rows = _rows(block)
+            q, k, v = _Maps(inputs, rows).forward()
+            mask = _Mask(*(t[rows] for t in weights), rank)
+            added = torch.bmm(v.transpose(1, 2), k * mask.out).view_as(h_in[rows])
+            for step in block:
+                here = slice(step.start - rows.start, step.stop - rows.start)
+                parts = added[here], h_in[step.start : step.stop], mask.decay[here]
+                going = (t[: step.going] for t in parts)
+                torch.addcmul(*going, out=h_in[step.stop : step.stop + step.going])
+                final[step.going : step.count] = torch.addcmul(*(t[step.going :] for t in parts))
+            w = torch.bmm(q, k.transpose(1, 2))
             mask.apply_(w)
-            w.diagonal(dim1=1, dim2=2).add_(d.repeat(len(vb) // len(d)).unsqueeze(1))
-            torch.bmm(qb, h_in[rows].flatten(0, 1).transpose(1, 2), out=yb)
-            yb.mul_(mask.into).baddbmm_(w, vb)
-        ctx.save_for_backward(q, k, v, log_a, scale, gamma, d, h_in)
+            w.diagonal(dim1=1, dim2=2).add_(mask.per_head(d))
+            yb = y[rows].flatten(0, 1)
+            torch.bmm(q, h_in[rows].flatten(0, 1).transpose(1, 2), out=yb)
+            yb.mul_(mask.into).baddbmm_(w, v)
+        ctx.save_for_backward(*inputs, *weights, d, h_in)
         ctx.steps = steps
-        return y, h
+        return y, final
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_y, grad_h):
-        q, k, v, log_a, scale, gamma, d, h_in = ctx.saved_tensors
+    def backward(ctx, grad_y, grad_final):
+        *inputs, log_a, scale, gamma, d, h_in = ctx.saved_tensors
+        weights = (log_a, scale, gamma)
+        heads, rank, n = inputs[3].shape
+        size, headdim = log_a.shape[2], inputs[0].shape[-1]
         grad_y = grad_y.contiguous()
-        grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        grad_log_a, grad_scale, grad_gamma = (torch.empty_like(log_a) for _ in range(3))
+        grads = _Maps.zero_grads(inputs)
+        grad_log_a, grad_scale, grad_gamma = (torch.empty_like(log_a) for _ in weights)
         grad_d = torch.zeros_like(d)
-        grad_h = grad_h.clone()
-        for block in reversed(_blocks(ctx.steps, q, v)):
-            rows = slice(block[0][0], block[-1][1])
-            qb, kb, vb, gyb, h_inb = (t[rows].flatten(0, 1) for t in (q, k, v, grad_y, h_in))
-            gqb, gkb, gvb = (t[rows].flatten(0, 1) for t in (grad_q, grad_k, grad_v))
-            mask = _Mask(log_a[rows], scale[rows], gamma[rows], q.shape[2])
+        grad_h = grad_final.clone()
+        per_chunk = heads * rank * size * max(n, headdim, rank * size)
+        for block in reversed(_blocks(ctx.steps, per_chunk)):
+            rows = _rows(block)
+            maps = _Maps(inputs, rows)
+            q, k, v = maps.forward()
+            mask = _Mask(*(t[rows] for t in weights), rank)
+            gy, h = grad_y[rows].flatten(0, 1), h_in[rows].flatten(0, 1)
 
             # States: walk the chunks backwards.
-            gyb_in = gyb * mask.into
-            read = torch.bmm(gyb_in.transpose(1, 2), qb).view_as(h_in[rows])
+            gy_in = gy * mask.into
+            read = torch.bmm(gy_in.transpose(1, 2), q).view_as(h_in[rows])
             grad_out = torch.empty_like(read)
-            for start, stop in reversed(block):
-                here = slice(start - rows.start, stop - rows.start)
-                grad_out[here] = grad_h[: stop - start]
-                grad_h[: stop - start].mul_(mask.decay[here]).add_(read[here])
+            for step in reversed(block):
+                here = slice(step.start - rows.start, step.stop - rows.start)
+                grad_out[here] = grad_h[: step.count]
+                torch.addcmul(
+                    read[here], grad_out[here], mask.decay[here], out=grad_h[: step.count]
+                )
             grad_total = (grad_out * h_in[rows]).sum((2, 3)).mul_(mask.decay[..., 0, 0])
             grad_out = grad_out.flatten(0, 1)
 
             # Scores, then the three matrix arguments.
-            w = torch.bmm(qb, kb.transpose(1, 2))
-            grad_w = torch.bmm(gyb, vb.transpose(1, 2))
-            grad_d += grad_w.diagonal(dim1=1, dim2=2).sum(1).view(-1, len(d)).sum(0)
+            w = torch.bmm(q, k.transpose(1, 2))
+            grad_w = torch.bmm(gy, v.transpose(1, 2))
+            grad_d += grad_w.diagonal(dim1=1, dim2=2).sum(1).view(-1, heads).sum(0)
             grad_mask = mask.reduce(w * grad_w)
             mask.apply_(w)
             mask.apply_(grad_w)
-            torch.bmm(vb, grad_out, out=gkb)
-            grad_out_weight = mask.sum_rows(gkb * kb)
-            gkb.mul_(mask.out).baddbmm_(grad_w.transpose(1, 2), qb)
-            torch.bmm(gyb_in, h_inb, out=gqb)
-            grad_cum = mask.sum_rows(gqb * qb)
-            gqb.baddbmm_(grad_w, kb)
-            w.diagonal(dim1=1, dim2=2).add_(d.repeat(len(vb) // len(d)).unsqueeze(1))
-            torch.bmm(kb * mask.out, grad_out.transpose(1, 2), out=gvb)
-            gvb.baddbmm_(w.transpose(1, 2), gyb)
+            gk = torch.bmm(v, grad_out)
+            grad_out_weight = mask.sum_rows(gk * k)
+            gk.mul_(mask.out).baddbmm_(grad_w.transpose(1, 2), q)
+            gq = torch.bmm(gy_in, h)
+            grad_cum = mask.sum_rows(gq * q)
+            gq.baddbmm_(grad_w, k)
+            w.diagonal(dim1=1, dim2=2).add_(mask.per_head(d))
+            gv = torch.bmm(k * mask.out, grad_out.transpose(1, 2))
+            gv.baddbmm_(w.transpose(1, 2), gy)
+            maps.backward(q, k, gq, gk, gv, grads)
 
             # Weights.
             grad_gamma[rows] = grad_mask.diagonal(dim1=2, dim2=3)
@@ -407,7 +399,78 @@ class _ChunkScan(torch.autograd.Function):
             grad_cum -= by_source * scale[rows] + grad_late
             grad_cum[..., -1] += grad_late.sum(-1) + grad_total
             grad_log_a[rows] = grad_cum.flip(-1).cumsum(-1).flip(-1)
-        return grad_q, grad_k, grad_v, grad_log_a, grad_scale, grad_gamma, grad_d, grad_h, None
+        return *grads, grad_log_a, grad_scale, grad_gamma, grad_d, grad_h, None
+
+
+class _Maps:
+    """q, k and v of a block of chunks, from what the layer projects, and the way back.
+
+    x (C, B', Q, H, P) and b, c (C, B', Q, R, G, N) become v (K*H, R*Q, P) and k, q (K*H, R*Q, N):
+    bias and rotation per head, streams of x for MIMO. Only the first dimension is cut in blocks.
+    """
+
+    def __init__(self, inputs, rows: slice):
+        x, b, c, self.b_bias, self.c_bias, self.mimo_x, cos, sin = inputs
+        self.outer = slice(rows.start // x.shape[1], rows.stop // x.shape[1])
+        self.rows = rows
+        self.x, self.b, self.c = (t[self.outer] for t in (x, b, c))
+        self.cos, self.sin = (t[rows].unsqueeze(2) for t in (cos, sin))
+        self.interleaved = self.mimo_x is None
+
+    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        q, k = (self._turned(m, bias) for m, bias in ((self.c, self.c_bias), (self.b, self.b_bias)))
+        self.v = self.x.transpose(2, 3).flatten(0, 1).unsqueeze(2)  # (K, H, 1, Q, P)
+        v = self.v.contiguous() if self.interleaved else self.v * self.mimo_x.unsqueeze(2)
+        return tuple(t.flatten(2, 3).flatten(0, 1) for t in (q, k, v))
+
+    @staticmethod
+    def zero_grads(inputs) -> list[Tensor | None]:
+        """Gradients of x, b, c, their parameters and the phase, to be filled block by block."""
+        x, b, c, b_bias, c_bias, mimo_x, cos, _ = inputs
+        whole = [_empty_split(t.shape, t) for t in (x, b, c)]
+        summed = [None if t is None else torch.zeros_like(t) for t in (b_bias, c_bias, mimo_x)]
+        return [*whole, *summed, torch.empty_like(cos)]
+
+    def backward(self, q, k, grad_q, grad_k, grad_v, grads) -> None:
+        """Undo `forward` on gradients of its results; q and k are its results."""
+        grad_x, grad_b, grad_c, grad_b_bias, grad_c_bias, grad_mimo_x, grad_phase = grads
+        outer, inner, size = self.x.shape[:3]
+        heads, rank, _ = self.b_bias.shape
+        grad_v = grad_v.view(outer, inner, heads, rank, size, -1)
+        if self.interleaved:
+            grad_v = grad_v.squeeze(3)
+        else:
+            grad_mimo_x += (grad_v * self.v.view(outer, inner, heads, 1, size, -1)).sum((0, 1, 4))
+            grad_v = (grad_v * self.mimo_x.unsqueeze(2)).sum(3)
+        grad_x[self.outer] = grad_v.transpose(2, 3)
+
+        phase = 0
+        for out, grad, grad_m, grad_bias in (
+            (k, grad_k, grad_b, grad_b_bias),
+            (q, grad_q, grad_c, grad_c_bias),
+        ):
+            out, grad = (t.view(outer * inner, heads, rank, size, -1) for t in (out, grad))
+            # A rotated pair's derivative by its phase is the pair turned by a quarter.
+            re, im = pairs(out, self.cos.shape[-1], self.interleaved)
+            grad_re, grad_im = pairs(grad, self.cos.shape[-1], self.interleaved)
+            phase = phase + (grad_im * re).sub_(grad_re * im).sum(2)
+            turn_(grad, self.cos, -self.sin, self.interleaved)
+            grad_bias += grad.sum((0, 3))
+            groups = self.b.shape[4]
+            grad = grad.view(outer, inner, groups, heads // groups, rank, size, -1).sum(3)
+            grad_m[self.outer] = grad.permute(0, 1, 4, 3, 2, 5)
+        grad_phase[self.rows] = phase
+
+    def _turned(self, m: Tensor, bias: Tensor) -> Tensor:
+        """(C, B', Q, R, G, N) -> (K, H, R, Q, N)."""
+        outer, inner, size, rank, groups, n = m.shape
+        per_group = bias.shape[0] // groups
+        out = bias.new_empty(outer, inner, groups, per_group, rank, size, n)
+        m = m.permute(0, 1, 4, 3, 2, 5).unsqueeze(3)
+        torch.add(m, bias.view(groups, per_group, rank, 1, n), out=out)
+        out = out.view(outer * inner, groups * per_group, rank, size, n)
+        turn_(out, self.cos, self.sin, self.interleaved)
+        return out
 
 
 class _Mask:
@@ -420,9 +483,8 @@ class _Mask:
     decay    exp(cum_Q)                                    (K, H, 1, 1)
     """
 
-    def __init__(self, log_a: Tensor, scale: Tensor, gamma: Tensor, rows: int):
-        self.size = log_a.shape[-1]
-        self.rank = rows // self.size
+    def __init__(self, log_a: Tensor, scale: Tensor, gamma: Tensor, rank: int):
+        self.rank, self.size = rank, log_a.shape[-1]
         cum = log_a.cumsum(-1)
         # Differences are at most 0 but for rounding; clamped, exp cannot overflow, and the upper
         # triangle, which is thrown away, cannot either.
@@ -430,12 +492,14 @@ class _Mask:
         self.carry = (cum[..., -1:] - cum).clamp_(max=0).exp_()
         into = cum.exp()
         self.decay = into[..., -1, None, None]
-        self.into = self._rows(into)
-        self.out = self._rows(self.carry * scale)
+        self.into = self._per_row(into)
+        self.out = self._per_row(self.carry * scale)
         full = self.strict * scale.unsqueeze(-2)
         full.diagonal(dim1=-2, dim2=-1).copy_(gamma)
-        # One row of streams written out, so that products run over long contiguous rows.
-        self._tiled = full.repeat(1, 1, 1, self.rank).view(-1, 1, self.size * rows)
+        if rank > 1:
+            # A row of streams is written out, so that products run over long contiguous rows.
+            full = full.repeat(1, 1, 1, rank)
+        self._tiled = full.view(full.shape[0] * full.shape[1], 1, -1)
 
     def apply_(self, w: Tensor) -> None:
         """Multiply scores (K*H, R*Q, R*Q) by the mask, in place."""
@@ -451,19 +515,89 @@ class _Mask:
         """Sum (K*H, R*Q, X) over streams and X: (K, H, Q)."""
         return t.view(*self.carry.shape[:2], self.rank, self.size, -1).sum((2, 4))
 
-    def _rows(self, weight: Tensor) -> Tensor:
+    def per_head(self, t: Tensor) -> Tensor:
+        """Repeat (H,) for every chunk: (K*H, 1)."""
+        return t.repeat(len(self.carry)).unsqueeze(1)
+
+    def _per_row(self, weight: Tensor) -> Tensor:
         return weight.repeat(1, 1, self.rank).view(-1, self.rank * self.size, 1)
 
 
-def _blocks(steps, q: Tensor, v: Tensor) -> list[list[tuple[int, int]]]:
+class _GateMix(torch.autograd.Function):
+    """Head norm, gate and stream mix: y (K, H, R*Q, P), z (C, B', Q, H, P) -> (C, B', Q, H, P).
+
+    The backward pass lets autograd work on one block at a time, so that what it keeps for R
+    streams is never as long as the sequence.
+    """
+
+    @staticmethod
+    def forward(ctx, y, z, mimo_z, mimo_o, norm_weight, norm_eps, steps, inner, size):
+        ctx.save_for_backward(y, z, mimo_z, mimo_o, norm_weight)
+        ctx.norm_eps, ctx.steps = norm_eps, steps
+        out = _empty_split((len(y) // inner, inner, size, y.shape[1], y.shape[3]), y)
+        for block in _blocks(steps, y[0].numel()):
+            rows, outer = _rows(block), _rows(block, inner)
+            zb = None if z is None else z[outer]
+            mixed = _gate_mix(y[rows], zb, mimo_z, mimo_o, norm_weight, norm_eps, size)
+            out[outer] = mixed.unflatten(0, (-1, inner)).transpose(2, 3)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        y, z, *weights = ctx.saved_tensors
+        inner, size = grad.shape[1:3]
+        # One gradient for y, z and every weight; None for what is not there.
+        grads = [torch.empty_like(y), None if z is None else _empty_split(z.shape, z)]
+        grads += [None if t is None else torch.zeros_like(t) for t in weights]
+        for block in _blocks(ctx.steps, y[0].numel()):
+            rows, outer = _rows(block), _rows(block, inner)
+            parts = [y[rows], None if z is None else z[outer], *weights]
+            leaves = [None if t is None else t.detach().requires_grad_() for t in parts]
+            with torch.enable_grad():
+                mixed = _gate_mix(*leaves, ctx.norm_eps, size)
+            gradb = grad[outer].transpose(2, 3).flatten(0, 1)
+            used = [i for i, t in enumerate(leaves) if t is not None]
+            found = torch.autograd.grad(mixed, [leaves[i] for i in used], gradb)
+            for i, part in zip(used, found, strict=True):
+                if i == 0:
+                    grads[0][rows] = part
+                elif i == 1:
+                    grads[1][outer] = part
+                else:
+                    grads[i] += part
+        return *grads, None, None, None, None
+
+
+def _gate_mix(y, z, mimo_z, mimo_o, norm_weight, norm_eps, size: int) -> Tensor:
+    """y (K, H, R*Q, P), z (C, B', Q, H, P) -> (K, H, Q, P)."""
+    y = y.unflatten(2, (-1, size))
+    if norm_weight is not None:
+        y = F.rms_norm(y, y.shape[-1:], eps=norm_eps) * norm_weight[:, None, None]
+    if z is not None:
+        z = z.transpose(2, 3).flatten(0, 1).unsqueeze(2)
+        y = y * F.silu(z if mimo_z is None else z * mimo_z.unsqueeze(2))
+    return y.squeeze(2) if mimo_o is None else (y * mimo_o.unsqueeze(2)).sum(2)
+
+
+def _empty_split(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """An empty (C, B', ...) that lies in memory as (B', C, ...), so that joining copies nothing."""
+    return like.new_empty(shape[1], shape[0], *shape[2:]).transpose(0, 1)
+
+
+def _blocks(steps: tuple[Step, ...], chunk_elements: int) -> list[list[Step]]:
     """Group the steps of the recurrence over chunks, so that a block fills a cache, not more."""
-    heads, rows = q.shape[1:3]
-    enough = BLOCK_ELEMENTS // (heads * rows * max(q.shape[3], v.shape[3], rows))
-    blocks, chunks = [[]], 0
-    for start, stop in steps:
-        if chunks >= max(enough, 1):
+    enough = max(1, BLOCK_ELEMENTS // chunk_elements)
+    blocks, chunks = [], enough
+    for step in steps:
+        if chunks >= enough:
             blocks.append([])
             chunks = 0
-        blocks[-1].append((start, stop))
-        chunks += stop - start
-    return [block for block in blocks if block]
+        blocks[-1].append(step)
+        chunks += step.count
+    return blocks
+
+
+def _rows(block: list[Step], inner: int = 1) -> slice:
+    """The chunks of a block, counted in rows of `inner` chunks."""
+    return slice(block[0].start // inner, block[-1].stop // inner)
