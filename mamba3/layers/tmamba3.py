@@ -113,12 +113,13 @@ class TMamba3Layer(nn.Module):
         self.chunk_size = chunk_size
         heads, rank, angles = config.n_heads, config.rank, config.n_angles
         maps = rank * ngroups * d_state
-        self.in_proj_sizes = (config.d_inner,) * 2 + (maps,) * 2 + (heads,) * 3 + (angles,)
+        # Rows of in_proj: z, x, B with C, dd_dt, dd_A, trap, angle.
+        self.in_proj_splits = (config.d_inner,) * 2 + (2 * maps,) + (heads,) * 3 + (angles,)
 
         weights = {"device": device, "dtype": dtype}
         wide = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
         precise = {"device": device, "dtype": wide}
-        self.in_proj = nn.Linear(d_model, sum(self.in_proj_sizes), bias=False, **weights)
+        self.in_proj = nn.Linear(d_model, sum(self.in_proj_splits), bias=False, **weights)
         self.dt_bias = nn.Parameter(torch.empty(heads, **precise))
         self.D = nn.Parameter(torch.empty(heads, **precise))
         self.B_bias = nn.Parameter(torch.empty(heads, rank, d_state, **precise))
@@ -248,11 +249,14 @@ class TMamba3Layer(nn.Module):
     def _project(self, u: Tensor) -> tuple[list[Tensor], dict]:
         """From (..., D) to the arguments of the scan and the step."""
         config = self.config
-        z, x, b, c, dd_dt, dd_a, trap, angle = self.in_proj(u).split(self.in_proj_sizes, dim=-1)
+        z, x, maps, dd_dt, dd_a, trap, angle = self.in_proj(u).split(self.in_proj_splits, dim=-1)
         z, x = (t.unflatten(-1, (config.n_heads, config.headdim)) for t in (z, x))
-        maps = (config.rank, config.ngroups, config.d_state)
-        b, c = self.B_norm(b.unflatten(-1, maps)), self.C_norm(c.unflatten(-1, maps))
+        maps = maps.unflatten(-1, (2, config.rank, config.ngroups, config.d_state))
+        # B_norm and C_norm at once; decoding is bound by the number of operations.
         wide = self.dt_bias.dtype
+        maps = F.rms_norm(maps.to(wide), maps.shape[-1:], eps=config.norm_eps)
+        norms = torch.stack((self.B_norm.weight, self.C_norm.weight))
+        b, c = (maps * norms[:, None, None]).unbind(-4)
         dt = F.softplus(dd_dt.to(wide) + self.dt_bias)
         a = decay_rate(dd_a.to(wide), config.a_activation, config.a_floor)
         lam = torch.sigmoid(trap.to(wide))
@@ -296,7 +300,7 @@ def decay_rate(raw: Tensor, activation: str, floor: float) -> Tensor:
     """A = -f(raw), at most -floor; f is heavy_tail (1 + u, or 1/(1 - u) for u < 0) or softplus."""
     if activation == "heavy_tail":
         # Both branches in one expression; clamp and relu split the gradient at 0 between them.
-        f = raw.clamp(min=0) + 1 / (1 + F.relu(-raw))
+        f = F.relu(raw) + 1 / (1 - raw.clamp(max=0))
     else:
         f = F.softplus(raw)
     return -f.clamp(min=floor)

@@ -44,7 +44,7 @@ TAU_LOW = 2 * math.pi - TAU_HIGH
 def wrap_phase(phase: Tensor) -> Tensor:
     """Reduce angles in rad to [-pi, pi] without losing precision."""
     turns = torch.round(phase * (1 / (2 * math.pi)))
-    return phase - turns * TAU_HIGH - turns * TAU_LOW
+    return torch.sub(phase, turns, alpha=TAU_HIGH).sub(turns, alpha=TAU_LOW)
 
 
 def rotate(a: Tensor, phase: Tensor, interleaved: bool) -> Tensor:

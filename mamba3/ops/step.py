@@ -43,8 +43,8 @@ def mamba3_step(
         The output (B, H, P) in x's dtype, and the new state.
     """
     wide = state.h.dtype
-    tensors = [t.to(wide) for t in (x, b, c, dt, a, lam, rate)]
-    weights = [t.to(wide) for t in (b_bias, c_bias, d)]
+    tensors = [t if t.dtype == wide else t.to(wide) for t in (x, b, c, dt, a, lam, rate)]
+    weights = [t if t.dtype == wide else t.to(wide) for t in (b_bias, c_bias, d)]
     z = None if z is None else z.to(wide)
     if backend() == "reference":
         tensors = [t.unsqueeze(1) for t in tensors]
@@ -56,33 +56,33 @@ def mamba3_step(
 
 
 def _step(x, b, c, dt, a, lam, rate, b_bias, c_bias, d, z, mimo, norm_weight, norm_eps, state):
-    groups = b.shape[2]
-    phase = wrap_phase(state.phase + rate.unsqueeze(1) * dt.unsqueeze(2))
+    """As `mamba3_step`, with streams behind heads: (B, H, R, ...)."""
     interleaved = mimo is None
+    phase = wrap_phase(state.phase + rate.unsqueeze(1) * dt.unsqueeze(2))
     cos, sin = phase.cos(), phase.sin()
     phasor = torch.stack((cos, sin), -1).flatten(-2) if interleaved else torch.cat((cos, sin), -1)
-    phasor = phasor.unsqueeze(1)
-    if groups > 1:
-        b, c = (t.repeat_interleave(len(d) // groups, dim=2) for t in (b, c))
-    k = complex_mul(b + b_bias.transpose(0, 1), phasor, interleaved=interleaved)
-    q = complex_mul(c + c_bias.transpose(0, 1), phasor, interleaved=interleaved)
+    maps = torch.stack((b, c), 1).transpose(2, 3)  # (B, 2, G, R, N)
+    if maps.shape[2] > 1:
+        maps = maps.repeat_interleave(len(d) // maps.shape[2], dim=2)
+    maps = maps + torch.stack((b_bias, c_bias))
+    k, q = complex_mul(maps, phasor[:, None, :, None], interleaved=interleaved).unbind(1)
 
     # Both tokens of the trapezoid enter together, as 2R outer products.
     alpha = torch.exp(dt * a)
     gamma = lam * dt
     beta = (dt - gamma) * alpha
-    v = x.unsqueeze(1) if mimo is None else broadcast_streams(x, mimo[0])
-    v_prev = state.x.unsqueeze(1) if mimo is None else broadcast_streams(state.x, mimo[0])
-    values = torch.cat((v * gamma[:, None, :, None], v_prev * beta[:, None, :, None]), 1)
-    h = complex_state_update(state.h, values, torch.cat((k, state.k), 1), alpha)
+    v = x.unsqueeze(2) if mimo is None else broadcast_streams(x, mimo[0])
+    v_prev = state.x.unsqueeze(2) if mimo is None else broadcast_streams(state.x, mimo[0])
+    values = torch.cat((v * gamma[..., None, None], v_prev * beta[..., None, None]), 2)
+    keys = torch.cat((k, state.k.transpose(1, 2)), 2)
+    h = complex_state_update(state.h, values, keys, alpha)
 
-    y = torch.matmul(h, q.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)  # (B, R, H, P)
-    y = torch.addcmul(y, v, d.unsqueeze(1))
+    # q times h transposed: the other order, a matrix times a vector, is many times slower.
+    y = torch.bmm(q.flatten(0, 1), h.flatten(0, 1).mT).view(v.shape)
+    y = torch.addcmul(y, v, d[:, None, None])
     if norm_weight is not None:
-        y = F.rms_norm(y, y.shape[-1:], eps=norm_eps) * norm_weight
-    if mimo is None:
-        y = y.squeeze(1)
-        return (y if z is None else y * F.silu(z)), Mamba3State(h, phase, k, x)
+        y = F.rms_norm(y, y.shape[-1:], eps=norm_eps) * norm_weight.unsqueeze(1)
     if z is not None:
-        y = y * F.silu(broadcast_streams(z, mimo[1]))
-    return mix_streams(y, mimo[2]), Mamba3State(h, phase, k, x)
+        y = y * F.silu(z.unsqueeze(2) if mimo is None else broadcast_streams(z, mimo[1]))
+    y = y.squeeze(2) if mimo is None else mix_streams(y, mimo[2])
+    return y, Mamba3State(h, phase, k.transpose(1, 2), x)

@@ -46,7 +46,7 @@ def broadcast_streams(x: Tensor, weight: Tensor) -> Tensor:
         weight: mimo_x or mimo_z, (H, R, P).
 
     Returns:
-        (..., R, H, P).
+        (..., H, R, P).
     """
     if x.shape[-2:] != (weight.shape[0], weight.shape[2]):
         raise ValueError(
@@ -60,15 +60,15 @@ def mix_streams(y: Tensor, weight: Tensor) -> Tensor:
     """Mix R streams into one: out = sum_r y_r * weight_r.
 
     Args:
-        y: (..., R, H, P).
+        y: (..., H, R, P).
         weight: mimo_o, (H, R, P).
 
     Returns:
         (..., H, P).
     """
-    if y.shape[-3:] != weight.transpose(0, 1).shape:
+    if y.shape[-3:] != weight.shape:
         raise ValueError(
-            f"expected y (..., R, H, P) for a weight (H, R, P) = {tuple(weight.shape)}, got "
+            f"expected y (..., H, R, P) for a weight (H, R, P) = {tuple(weight.shape)}, got "
             f"{tuple(y.shape)}"
         )
     return _apply(_MixStreams, y, weight)
@@ -90,8 +90,8 @@ def complex_state_update(
 
     Args:
         h: state, (..., H, P, N).
-        v: values, (..., M, H, P).
-        k: input maps, (..., M, H, N).
+        v: values, (..., H, M, P).
+        k: input maps, (..., H, M, N).
         decay: (..., H).
         phasor: complex factor along N, (..., H, 2S), as in `complex_mul`; None means 1.
         interleaved: how channels pair.
@@ -99,14 +99,13 @@ def complex_state_update(
     Returns:
         The new state, (..., H, P, N).
     """
-    headed = (*v.shape[:-3], h.shape[-3])
-    if k.shape[:-1] != v.shape[:-1] or h.shape != (*headed, v.shape[-1], k.shape[-1]):
+    if k.shape[:-1] != v.shape[:-1] or h.shape != (*v.shape[:-2], v.shape[-1], k.shape[-1]):
         raise ValueError(
-            "expected h (..., H, P, N), v (..., M, H, P) and k (..., M, H, N), got "
+            "expected h (..., H, P, N), v (..., H, M, P) and k (..., H, M, N), got "
             f"{tuple(h.shape)}, {tuple(v.shape)} and {tuple(k.shape)}"
         )
-    if decay.shape != headed:
-        raise ValueError(f"decay has shape {tuple(decay.shape)}, expected {headed}")
+    if decay.shape != h.shape[:-2]:
+        raise ValueError(f"decay has shape {tuple(decay.shape)}, expected {tuple(h.shape[:-2])}")
     if phasor is not None:
         h = complex_mul(h, phasor.unsqueeze(-2), interleaved=interleaved)
     return _apply(_StateUpdate, h, v, k, decay)
@@ -165,7 +164,7 @@ class _ComplexAdd(torch.autograd.Function):
     def forward(ctx, a, b, interleaved):
         ctx.shapes = a.shape, b.shape
         ctx.interleaved = interleaved
-        out = a.expand(_broadcast(a, b)).clone(memory_format=torch.contiguous_format)
+        out = _spread(a, b)
         for mine, theirs in zip(
             pairs(out, b.shape[-1] // 2, interleaved),
             pairs(b, b.shape[-1] // 2, interleaved),
@@ -192,30 +191,28 @@ class _BroadcastStreams(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
-        return x.unsqueeze(-3) * weight.transpose(0, 1)
+        return x.unsqueeze(-2) * weight
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        grad_x = (grad * weight.transpose(0, 1)).sum(-3)
-        grad_weight = (grad * x.unsqueeze(-3)).flatten(0, -4).sum(0)
-        return grad_x, grad_weight.transpose(0, 1)
+        grad_weight = (grad * x.unsqueeze(-2)).sum_to_size(weight.shape)
+        return (grad * weight).sum(-2), grad_weight
 
 
 class _MixStreams(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, weight):
         ctx.save_for_backward(y, weight)
-        return (y * weight.transpose(0, 1)).sum(-3)
+        return (y * weight).sum(-2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         y, weight = ctx.saved_tensors
-        grad = grad.unsqueeze(-3)
-        grad_weight = (grad * y).flatten(0, -4).sum(0)
-        return grad * weight.transpose(0, 1), grad_weight.transpose(0, 1)
+        grad = grad.unsqueeze(-2)
+        return grad * weight, (grad * y).sum_to_size(weight.shape)
 
 
 class _StateUpdate(torch.autograd.Function):
@@ -223,17 +220,15 @@ class _StateUpdate(torch.autograd.Function):
     def forward(ctx, h, v, k, decay):
         ctx.save_for_backward(h, v, k, decay)
         out = h * decay[..., None, None]
-        v, k = (t.transpose(-3, -2).flatten(0, -3) for t in (v, k))  # (B*H, M, .)
-        out.view(-1, *out.shape[-2:]).baddbmm_(v.transpose(1, 2), k)
+        out.view(-1, *out.shape[-2:]).baddbmm_(v.flatten(0, -3).transpose(1, 2), k.flatten(0, -3))
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         h, v, k, decay = ctx.saved_tensors
-        grad_v = torch.einsum("...hpn,...mhn->...mhp", grad, k)
-        grad_k = torch.einsum("...hpn,...mhp->...mhn", grad, v)
-        return grad * decay[..., None, None], grad_v, grad_k, (grad * h).sum((-2, -1))
+        grad_decay = (grad * h).sum((-2, -1))
+        return grad * decay[..., None, None], k @ grad.mT, v @ grad, grad_decay
 
 
 def _apply(function, *args):
@@ -252,13 +247,15 @@ class _NoContext:
 
 
 def _mul(a: Tensor, b: Tensor, interleaved: bool) -> Tensor:
-    out = a.expand(_broadcast(a, b)).clone(memory_format=torch.contiguous_format)
+    out = _spread(a, b)
     turn_(out, *pairs(b, b.shape[-1] // 2, interleaved), interleaved)
     return out
 
 
-def _broadcast(a: Tensor, b: Tensor) -> tuple[int, ...]:
-    return (*torch.broadcast_shapes(a.shape[:-1], b.shape[:-1]), a.shape[-1])
+def _spread(a: Tensor, b: Tensor) -> Tensor:
+    """A copy of `a` (..., N), broadcast to b's leading dimensions."""
+    shape = torch.broadcast_tensors(a[..., :1], b[..., :1])[0].shape[:-1]
+    return a.expand(*shape, -1).clone(memory_format=torch.contiguous_format)
 
 
 def _check_pairs(a: Tensor, b: Tensor) -> None:
