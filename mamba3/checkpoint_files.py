@@ -143,6 +143,7 @@ def _plain_tensors(data: Any, file: Path) -> dict[str, torch.Tensor]:
 
 
 def without_wrappers(name: str) -> str:
+    """A tensor's name without what wrappers of modules put into it."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
@@ -189,7 +190,8 @@ def replace_checkpoint(path: Path, write: Callable[[Path], None]) -> None:
 
     Args:
         path: the folder, made if needed; files of other names in it stay.
-        write: writes the new checkpoint's files into the empty folder it is given.
+        write: writes the new checkpoint's files, CONFIG among them, into the empty folder that it
+            is given.
 
     Raises:
         OSError: writing failed, for instance on a full disk. What was in the folder is unchanged.
@@ -202,6 +204,8 @@ def replace_checkpoint(path: Path, write: Callable[[Path], None]) -> None:
         write(staging)
         for file in staging.iterdir():
             _sync(file)
+            # safetensors leaves its files readable by their owner alone.
+            shutil.copymode(staging / CONFIG, file)
         shards = {file.name for file in staging.iterdir() if SHARD.fullmatch(file.name)}
         _install(staging, path, shards)
     except (OSError, SafetensorError) as error:
@@ -255,6 +259,7 @@ def _install(staging: Path, path: Path, shards: set[str]) -> None:
 
 
 def _remove_stale_shards(path: Path, shards: set[str]) -> None:
+    """Remove the shards of the checkpoint before; the save is done by now and does not fail of it."""
     for file in path.iterdir():
         if SHARD.fullmatch(file.name) and file.name not in shards:
             try:
@@ -284,6 +289,7 @@ def _sync(path: Path) -> None:
 
 
 def read_json(file: Path) -> Any:
+    """Parse a JSON file; errors name it."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -293,4 +299,5 @@ def read_json(file: Path) -> Any:
 
 
 def write_json(file: Path, data: Any) -> None:
+    """Write a JSON file, indented."""
     file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -414,6 +414,16 @@ def test_leftovers_of_killed_saves_are_removed_once_old(folder):
     assert not (folder / f"{STAGING}old").exists()
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_files_are_as_readable_as_any_new_file(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        tiny(0).save_pretrained(tmp_path, max_shard_size=SHARDED)
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o666 & ~umask}
+
+
 def test_links_of_a_download_cache_are_replaced_not_followed(folder, tmp_path):
     blob = tmp_path / "blob"
     os.rename(folder / SINGLE, blob)

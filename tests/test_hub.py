@@ -206,7 +206,9 @@ def test_files_of_shards(tmp_path):
 
 
 def test_float32_parameters_are_saved_wide(tmp_path):
-    model = tiny().to(torch.bfloat16)
+    model = tiny()
+    for parameter in model.parameters():  # past Mamba3LM.to, which leaves some float32
+        parameter.data = parameter.data.to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
     wide = model.float32_parameter_names()
@@ -217,18 +219,18 @@ def test_float32_parameters_are_saved_wide(tmp_path):
             assert torch.equal(stored[name], expected)
 
 
-def test_views_and_strides_are_saved_as_plain_tensors(tmp_path):
+@pytest.mark.parametrize("stride", [1, 2])
+def test_views_into_one_buffer_are_saved_as_plain_tensors(tmp_path, stride):
     model = tiny()
-    flat = torch.zeros(2 * sum(parameter.numel() for parameter in model.parameters()))
-    at = 0
-    for parameter in model.parameters():
-        view = flat[at : at + 2 * parameter.numel() : 2].view(parameter.shape)
-        view.copy_(parameter.data)
-        parameter.data = view
-        at += 2 * parameter.numel()
+    flat = torch.zeros(stride * sum(parameter.numel() for parameter in model.parameters()))
+    parts = flat[::stride].split([parameter.numel() for parameter in model.parameters()])
+    for parameter, part in zip(model.parameters(), parts, strict=True):
+        shape = parameter.shape
+        part.copy_(parameter.data.flatten())
+        parameter.data = part.view(shape)
     model.save_pretrained(tmp_path, max_shard_size=2000)
     assert_same(load(tmp_path), tiny())
-    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 2 * flat.nbytes
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
 
 
 def test_compiled_parts_are_saved_under_plain_names(tmp_path):
