@@ -36,11 +36,11 @@ def make_model(*, is_mimo=False, seed=0):
         dt_max=1.0,
         tie_embeddings=False,
     )
+    torch.manual_seed(seed)
     model = Mamba3LM(config)
-    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+            parameter.add_(0.3 * torch.randn_like(parameter))
     return model
 
 
@@ -304,7 +304,7 @@ def test_sampling_follows_the_softmax(siso, temperature):
 
 def test_a_tiny_temperature_is_greedy(siso):
     ids = torch.stack(prompts_of([5, 5]))
-    sampled = generate(siso, ids, 12, temperature=1e-30, seed=0)
+    sampled = generate(siso, ids, 12, temperature=1e-37, seed=0)
     assert torch.equal(sampled, generate(siso, ids, 12))
 
 
@@ -365,14 +365,13 @@ def test_repetition_penalty_equals_recomputation(model, side):
 
 
 def test_repetition_penalty_does_not_count_padding(siso):
-    """Padded with the very token that the row wants to say."""
-    row = prompts_of([3])[0]
-    [wanted] = recomputed(siso, row, 1)
-    assert wanted not in row.tolist()
-    ids = torch.cat([torch.tensor([wanted, wanted]), row])[None]
+    """Padded with the very token, 0, that the row wants to say."""
+    tries = (prompts_of([3], seed)[0] for seed in range(1000))
+    row = next(row for row in tries if recomputed(siso, row, 1) == [PAD])
+    ids = torch.cat([torch.tensor([PAD, PAD]), row])[None]
     mask = torch.tensor([[0, 0, 1, 1, 1]])
     out = generate(siso, ids, 1, attention_mask=mask, repetition_penalty=50.0)
-    assert out[0, -1] == wanted
+    assert out[0, -1] == PAD
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

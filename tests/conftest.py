@@ -1,0 +1,43 @@
+"""Fixtures that several test files share."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+
+class Shell(NamedTuple):
+    """Runs bash commands in a folder, with this environment's `mamba3` first on the path."""
+
+    folder: Path
+
+    def __call__(self, command: str) -> subprocess.CompletedProcess:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        return subprocess.run(
+            ["bash", "-ec", command],
+            cwd=self.folder,
+            env={**os.environ, "PATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+
+class Quickstart(NamedTuple):
+    """One run of `mamba3 quickstart`: where, what it printed, how long it took."""
+
+    shell: Shell
+    done: subprocess.CompletedProcess
+    seconds: float
+
+
+@pytest.fixture(scope="session")
+def quickstart(tmp_path_factory):
+    shell = Shell(tmp_path_factory.mktemp("quickstart"))
+    began = time.perf_counter()
+    done = shell("mamba3 quickstart")
+    return Quickstart(shell, done, time.perf_counter() - began)
