@@ -33,11 +33,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .autograd import first_order, no_autocast
 from .reference import TAU_HIGH, TAU_LOW, Mimo, rotate
 from .state import Mamba3State
-from .streams import pairs, turn_
+from .streams import complex_state_update, pairs, turn_
 
 # One block of chunks is worked on at a time, so that what it touches stays in a core's cache.
 BLOCK_ELEMENTS = 1 << 17
@@ -142,6 +142,7 @@ def _steps(counts: list[int]) -> tuple[Step, ...]:
     )
 
 
+@no_autocast
 def mamba3_scan_chunked(
     x: Tensor,
     b: Tensor,
@@ -186,8 +187,10 @@ def mamba3_scan_chunked(
         look_ahead = look_ahead.index_fill(1, ends.last_of_nonempty, 0.0)
         late_first = late[0, ends.first] * ends.nonempty[:, None]
     gamma = lam * dt
-    v_prev = x_prev.unsqueeze(1) if mimo is None else x_prev.unsqueeze(1) * mimo[0].transpose(0, 1)
-    update = torch.einsum("brhp,brhn->bhpn", v_prev * late_first[:, None, :, None], k_prev)
+    v_prev = x_prev.unsqueeze(2) if mimo is None else x_prev.unsqueeze(2) * mimo[0]
+    h = complex_state_update(
+        h, v_prev * late_first[..., None, None], k_prev.transpose(1, 2), torch.ones_like(late_first)
+    )
     y, h = _ChunkScan.apply(
         chunks.split(x),
         chunks.split(b),
@@ -200,14 +203,15 @@ def mamba3_scan_chunked(
         chunks.weights(gamma + look_ahead),
         chunks.weights(gamma),
         d,
-        _take(h + update, chunks.order),
+        _take(h, chunks.order),
         chunks.steps,
     )
     h = _untake(h, chunks.order)
-    gate = (None, None, None) if mimo is None else mimo
+    mimo_z = None if mimo is None or z is None else mimo[1]
+    mimo_o = None if mimo is None else mimo[2]
     z = None if z is None else chunks.split(z)
     y = _GateMix.apply(
-        y, z, gate[1], gate[2], norm_weight, norm_eps, chunks.steps, chunks.inner, size
+        y, z, mimo_z, mimo_o, norm_weight, norm_eps, chunks.steps, chunks.inner, size
     )
     y = chunks.join(y)
 
@@ -266,7 +270,7 @@ class _Phase(torch.autograd.Function):
     def forward(ctx, rate, dt, phase0, cu_seqlens):
         ctx.save_for_backward(rate, dt)
         ctx.cu_seqlens = cu_seqlens
-        wide = torch.float32 if rate.device.type == "mps" else torch.float64
+        wide = widest(rate.device)
         steps = rate.to(wide).unsqueeze(2) * dt.to(wide).unsqueeze(3)
         total = steps.cumsum(1)
         if cu_seqlens is None:
@@ -279,7 +283,7 @@ class _Phase(torch.autograd.Function):
         return total.to(rate.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         rate, dt = ctx.saved_tensors
         after = grad.flip(1).cumsum(1).flip(1)
@@ -339,7 +343,7 @@ class _ChunkScan(torch.autograd.Function):
         return y, final
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad_y, grad_final):
         *inputs, log_a, scale, gamma, d, h_in = ctx.saved_tensors
         weights = (log_a, scale, gamma)
@@ -485,12 +489,15 @@ class _Mask:
 
     def __init__(self, log_a: Tensor, scale: Tensor, gamma: Tensor, rank: int):
         self.rank, self.size = rank, log_a.shape[-1]
-        cum = log_a.cumsum(-1)
-        # Differences are at most 0 but for rounding; clamped, exp cannot overflow, and the upper
-        # triangle, which is thrown away, cannot either.
-        self.strict = (cum.unsqueeze(-1) - cum.unsqueeze(-2)).clamp_(max=0).exp_().tril_(-1)
-        self.carry = (cum[..., -1:] - cum).clamp_(max=0).exp_()
-        into = cum.exp()
+        # Differences of sums cancel: a token that forgets all it knew would spoil the decay
+        # between those after it, were they taken in float32.
+        cum = log_a.to(widest(log_a.device)).cumsum(-1)
+        # They are at most 0 but for rounding; clamped, exp cannot overflow, and neither can the
+        # upper triangle, which is thrown away.
+        decay = (cum.unsqueeze(-1) - cum.unsqueeze(-2)).to(log_a.dtype)
+        self.strict = decay.clamp_(max=0).exp_().tril_(-1)
+        self.carry = (cum[..., -1:] - cum).to(log_a.dtype).clamp_(max=0).exp_()
+        into = cum.to(log_a.dtype).exp_()
         self.decay = into[..., -1, None, None]
         self.into = self._per_row(into)
         self.out = self._per_row(self.carry * scale)
@@ -543,7 +550,7 @@ class _GateMix(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         y, z, *weights = ctx.saved_tensors
         inner, size = grad.shape[1:3]
@@ -578,6 +585,11 @@ def _gate_mix(y, z, mimo_z, mimo_o, norm_weight, norm_eps, size: int) -> Tensor:
         z = z.transpose(2, 3).flatten(0, 1).unsqueeze(2)
         y = y * F.silu(z if mimo_z is None else z * mimo_z.unsqueeze(2))
     return y.squeeze(2) if mimo_o is None else (y * mimo_o.unsqueeze(2)).sum(2)
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The dtype for sums that must not lose precision; Apple's GPUs have no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _empty_split(shape: tuple[int, ...], like: Tensor) -> Tensor:

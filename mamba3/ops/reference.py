@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .autograd import no_autocast
 from .state import Mamba3State
 
 # (mimo_x, mimo_z, mimo_o), each (H, R, P).
@@ -75,6 +76,7 @@ def gate_and_mix(
     return y.squeeze(-3) if mimo is None else (y * mimo[2].transpose(0, 1)).sum(-3)
 
 
+@no_autocast
 def mamba3_scan_reference(
     x: Tensor,
     b: Tensor,

@@ -81,6 +81,7 @@ def mamba3_scan(
         >>> bias, d = torch.ones(2, 1, 8), torch.ones(2)
         >>> y, state = mamba3_scan(x, b, c, dt, -dt, lam, rate, bias, bias, d)
     """
+    _check_shapes(x, b, c, dt, a, lam, rate, b_bias, c_bias, d, z, mimo, norm_weight)
     heads, headdim = x.shape[2:]
     sequences = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
     fresh = partial(
@@ -92,7 +93,6 @@ def mamba3_scan(
         rank=b.shape[2],
         angles=rate.shape[2],
     )
-    _check_shapes(x, b, c, dt, a, lam, rate, b_bias, c_bias, d, z, mimo, norm_weight)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, or None, got {chunk_size}")
     if cu_seqlens is not None:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .autograd import no_autocast
 from .dispatch import backend
 from .reference import Mimo, mamba3_scan_reference, wrap_phase
 from .state import Mamba3State
@@ -55,6 +56,7 @@ def mamba3_step(
     return y.to(x.dtype), state
 
 
+@no_autocast
 def _step(x, b, c, dt, a, lam, rate, b_bias, c_bias, d, z, mimo, norm_weight, norm_eps, state):
     """As `mamba3_step`, with streams behind heads: (B, H, R, ...)."""
     interleaved = mimo is None

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from .autograd import first_order, no_autocast
 
 
 def complex_mul(a: Tensor, b: Tensor, *, interleaved: bool = True) -> Tensor:
@@ -74,6 +75,7 @@ def mix_streams(y: Tensor, weight: Tensor) -> Tensor:
     return _apply(_MixStreams, y, weight)
 
 
+@no_autocast
 def complex_state_update(
     h: Tensor,
     v: Tensor,
@@ -141,7 +143,7 @@ class _ComplexMul(torch.autograd.Function):
         return _mul(a, b, interleaved)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         a, b = ctx.saved_tensors
         re, im = pairs(b, b.shape[-1] // 2, ctx.interleaved)
@@ -174,7 +176,7 @@ class _ComplexAdd(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         a_shape, b_shape = ctx.shapes
         grad_b = grad.new_empty(*grad.shape[:-1], b_shape[-1])
@@ -194,7 +196,7 @@ class _BroadcastStreams(torch.autograd.Function):
         return x.unsqueeze(-2) * weight
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         grad_weight = (grad * x.unsqueeze(-2)).sum_to_size(weight.shape)
@@ -208,7 +210,7 @@ class _MixStreams(torch.autograd.Function):
         return (y * weight).sum(-2)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         y, weight = ctx.saved_tensors
         grad = grad.unsqueeze(-2)
@@ -224,7 +226,7 @@ class _StateUpdate(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         h, v, k, decay = ctx.saved_tensors
         grad_decay = (grad * h).sum((-2, -1))

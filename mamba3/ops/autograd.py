@@ -1,0 +1,45 @@
+"""What every autograd.Function of this package needs around its forward and backward."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+
+def no_autocast(function):
+    """Decorator: run in the dtype of the arguments, also under `torch.autocast`.
+
+    The state and the decays lose their meaning in half precision, and a backward pass that
+    autocast reached would mix dtypes. The device is that of the first tensor argument.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        device = next(t for t in args if isinstance(t, Tensor)).device.type
+        if not torch.is_autocast_enabled(device):
+            return function(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
+def first_order(backward):
+    """Decorator for a hand-written backward: no autocast, and no silent second derivative.
+
+    torch's own once_differentiable lets create_graph=True pass, without a gradient, wherever the
+    incoming gradient is a constant.
+    """
+
+    @functools.wraps(backward)
+    def wrapped(ctx, *grads):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "this op has no second derivative: call backward without create_graph=True, or "
+                "run under mamba3.ops.use_backend('reference'), which torch can differentiate twice"
+            )
+        return no_autocast(backward)(ctx, *grads)
+
+    return wrapped
