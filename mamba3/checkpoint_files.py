@@ -41,7 +41,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module"}
 
 STAGING = ".saving-"
-STAGING_KEPT_S = 24 * 3600
+STAGING_KEPT_S = 3600
 
 
 def read_weights(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
@@ -259,7 +259,7 @@ def _install(staging: Path, path: Path, shards: set[str]) -> None:
 
 
 def _remove_stale_shards(path: Path, shards: set[str]) -> None:
-    """Remove the shards of the checkpoint before; the save is done by now and does not fail of it."""
+    """Remove the previous shards; the save is done by now, so a failure is only logged."""
     for file in path.iterdir():
         if SHARD.fullmatch(file.name) and file.name not in shards:
             try:
