@@ -36,6 +36,12 @@ class Quickstart(NamedTuple):
 
 
 @pytest.fixture(scope="session")
+def shell_in():
+    """Makes a `Shell` of a folder."""
+    return Shell
+
+
+@pytest.fixture(scope="session")
 def quickstart(tmp_path_factory):
     shell = Shell(tmp_path_factory.mktemp("quickstart"))
     began = time.perf_counter()

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from conftest import Shell
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -44,10 +43,10 @@ RUN = [
 
 
 @pytest.fixture(scope="module")
-def shell(tmp_path_factory):
+def shell(tmp_path_factory, shell_in):
     folder = tmp_path_factory.mktemp("readme")
     (folder / "configs").symlink_to(ROOT / "configs")
-    return Shell(folder)
+    return shell_in(folder)
 
 
 def test_every_block_is_of_a_kind_that_is_run():
