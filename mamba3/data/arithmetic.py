@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from mamba3.data.problems import Batch, Problem, collate, hash_share
 from mamba3.data.tokenizer import CharTokenizer
@@ -32,6 +33,7 @@ from mamba3.data.tokenizer import CharTokenizer
 CHARACTERS = "0123456789+-*%=()<>,?crspwxyz"
 TEST_SHARE = 0.1
 MAX_DIGITS = 4
+SKILL_FILE = Path(__file__).parent / "assets" / "sort_digits.jsonl"
 
 
 def tokenizer() -> CharTokenizer:
@@ -83,9 +85,20 @@ def facts() -> list[Problem]:
 
 
 _FACTS = {task: [p for p in facts() if p.task == task] for task in ("add", "subtract")}
-_TASKS: dict[int, tuple[Callable[[random.Random], Problem], ...]] = {
-    1: (_copy, _reverse, _successor, _compare),
-    2: (lambda rng: rng.choice(_FACTS["add"]), lambda rng: rng.choice(_FACTS["subtract"])),
+
+
+def _add(rng: random.Random) -> Problem:
+    return rng.choice(_FACTS["add"])
+
+
+def _subtract(rng: random.Random) -> Problem:
+    return rng.choice(_FACTS["subtract"])
+
+
+# Stage -> its tasks, and how often each is drawn for training: the harder, the more often.
+_TASKS: dict[int, dict[Callable[[random.Random], Problem], int]] = {
+    1: {_copy: 1, _reverse: 1, _successor: 2, _compare: 4},
+    2: {_add: 1, _subtract: 1},
 }
 STAGES = tuple(_TASKS)
 
@@ -106,7 +119,7 @@ def check_stages(stages: Sequence[int]) -> tuple[int, ...]:
 
 
 class CurriculumStream:
-    """An endless stream of training batches: every task of the stages equally often.
+    """An endless stream of training batches, the tasks of all stages mixed.
 
     Batch i is a function of (stages, batch_size, seed, i): a run continues from the number of its
     batch. Held-out problems never appear.
@@ -121,7 +134,8 @@ class CurriculumStream:
     def __init__(
         self, stages: Sequence[int], tokenizer: CharTokenizer, *, batch_size: int, seed: int
     ):
-        self.tasks = [task for stage in check_stages(stages) for task in _TASKS[stage]]
+        shares = [item for stage in check_stages(stages) for item in _TASKS[stage].items()]
+        self.tasks, self.weights = zip(*shares, strict=True)
         self.tokenizer, self.batch_size, self.seed = tokenizer, batch_size, seed
 
     def __call__(self, index: int) -> Batch:
@@ -133,7 +147,8 @@ class CurriculumStream:
         rng = random.Random(f"{self.seed}/{index}")
         drawn = []
         while len(drawn) < self.batch_size:
-            problem = rng.choice(self.tasks)(rng)
+            [task] = rng.choices(self.tasks, self.weights)
+            problem = task(rng)
             if not is_held_out(problem):
                 drawn.append(problem)
         return drawn
@@ -158,7 +173,7 @@ def eval_problems(stage: int, n: int, *, seed: int = 0) -> list[Problem]:
     share = -(-n // len(_TASKS[stage]))
     found: dict[str, Problem] = {}
     for number, task in enumerate(_TASKS[stage], start=1):
-        for _ in range(1000 * share):
+        for _ in range(100 * share):
             if len(found) == number * share:
                 break
             if is_held_out(problem := task(rng)):
@@ -174,7 +189,8 @@ def eval_problems(stage: int, n: int, *, seed: int = 0) -> list[Problem]:
 def skill_rows(n: int, *, seed: int = 0) -> list[dict[str, str]]:
     """Prompt/completion rows of a skill that is in no stage: sort the digits.
 
-    ``x4132`` becomes ``1234``; 2 to 4 digits, each prompt once.
+    ``x4132`` becomes ``1234``; 2 to 4 digits, each prompt once. `SKILL_FILE` holds 500 of them,
+    those of seed 0.
     """
     rng = random.Random(f"skill/{seed}")
     rows: dict[str, str] = {}

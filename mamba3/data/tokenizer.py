@@ -134,17 +134,19 @@ class CharTokenizer:
         replace_text(folder / CONFIG_FILE, _to_json(config))
 
 
-def load_tokenizer(folder: str | Path) -> CharTokenizer:
+def load_tokenizer(name_or_path: str | Path) -> CharTokenizer:
     """Read the tokenizer that was saved beside a model.
 
     Args:
-        folder: a local folder with tokenizer.json.
+        name_or_path: name of a shipped model, or a local folder with tokenizer.json.
 
     Raises:
-        FileNotFoundError: there is no tokenizer.json.
-        ValueError: it is not JSON, or not a character tokenizer.
+        FileNotFoundError: there is no such folder, or no tokenizer.json in it.
+        ValueError: the file is not JSON, or not a character tokenizer.
     """
-    path = Path(folder) / TOKENIZER_FILE
+    from mamba3.zoo import resolve
+
+    path = resolve(name_or_path) / TOKENIZER_FILE
     content = _read_json(path)
     try:
         model = content["model"]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from mamba3.data.problems import Problem
 from mamba3.data.tokenizer import CharTokenizer
@@ -93,21 +94,21 @@ def exact_match(
 
 def _generate_ids(model, tokenizer, prompts: list[str], max_new_tokens: int) -> list[list[int]]:
     """The ids generated for each prompt, up to and including eos."""
-    encoded = [tokenizer.encode_prompt(prompt) for prompt in prompts]
-    width = max(map(len, encoded))
-    pads = [width - len(ids) for ids in encoded]
-    rows = [[tokenizer.pad_token_id] * k + ids for k, ids in zip(pads, encoded, strict=True)]
-    mask = [[0] * k + [1] * (width - k) for k in pads]
+    rows = [torch.tensor(tokenizer.encode_prompt(prompt)) for prompt in prompts]
+    left = {"batch_first": True, "padding_side": "left"}
+    input_ids = pad_sequence(rows, padding_value=tokenizer.pad_token_id, **left)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], **left)
     device = next(model.parameters()).device
     output = generate(
         model,
-        torch.tensor(rows, device=device),
+        input_ids.to(device),
         max_new_tokens,
-        attention_mask=torch.tensor(mask, device=device),
+        attention_mask=mask.to(device),
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return [_until(row, tokenizer.eos_token_id) for row in output[:, width:].tolist()]
+    new = output[:, input_ids.shape[1] :].tolist()
+    return [_until(row, tokenizer.eos_token_id) for row in new]
 
 
 def _until(ids: list[int], end: int) -> list[int]:

@@ -45,8 +45,9 @@ def write_card(
         eval_results=[
             EvalResult(
                 task_type="text-generation",
-                dataset_type="mamba3-problems",
-                dataset_name=task,
+                dataset_type="problems",
+                dataset_name=f"problems of the task {task}",
+                dataset_config=task,  # what keeps the results of tasks apart
                 metric_type="exact_match",
                 metric_value=share,
             )
@@ -76,10 +77,10 @@ def write_card(
         "",
         "```python",
         "import torch",
-        "from mamba3 import Mamba3LM, load_tokenizer",
+        "from mamba3 import load_model, load_tokenizer",
         "",
-        f'model = Mamba3LM.from_pretrained("{folder.as_posix()}")',
-        f'tokenizer = load_tokenizer("{folder.as_posix()}")',
+        f'model = load_model("{name}")',
+        f'tokenizer = load_tokenizer("{name}")',
         f'prompt = torch.tensor([tokenizer.encode_prompt("{example}")])',
         "output = model.generate(prompt, 16, eos_token_id=tokenizer.eos_token_id)",
         "print(tokenizer.decode(output[0, prompt.shape[1]:]))",

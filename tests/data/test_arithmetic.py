@@ -1,3 +1,4 @@
+import json
 import random
 import subprocess
 import sys
@@ -120,7 +121,7 @@ def test_the_draws_are_pinned():
         True,
     ]
     stream = CurriculumStream([1, 2], arithmetic.tokenizer(), batch_size=4, seed=0)
-    assert [p.prompt for p in stream.problems(0)] == ["s7384", "8745?8325", "7?7", "r806"]
+    assert [p.prompt for p in stream.problems(0)] == ["37?518", "c969", "s9", "877?879"]
 
 
 @pytest.mark.parametrize("stages", [[], [3], [1, 1], ["1"]])
@@ -136,3 +137,8 @@ def test_skill_rows():
     assert rows != arithmetic.skill_rows(300, seed=1)
     assert [r for r in rows if r["completion"] != "".join(sorted(r["prompt"][1:]))] == []
     arithmetic.tokenizer().encode("".join(row["prompt"] for row in rows))
+
+
+def test_the_bundled_file_is_what_the_function_makes():
+    with open(arithmetic.SKILL_FILE, encoding="utf-8") as file:
+        assert [json.loads(line) for line in file] == arithmetic.skill_rows(500)

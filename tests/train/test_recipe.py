@@ -56,7 +56,7 @@ def test_yaml_round_trip(tmp_path):
         ("data.stages=[1", r"value of 'data.stages=\[1' is not valid YAML"),
         ("train.steps=many", r"steps must be int, got 'many'"),
         ("train.steps=0", r"steps must be at least 1, got 0"),
-        ("optim.lr=nan", r"lr must be at least 0, got nan"),
+        ("optim.lr=.nan", r"lr must be float, got nan"),
         ("optim.grad_clip=0", r"grad_clip must be positive"),
         ("optim.decay_steps=100", r"decay_steps must be more than warmup_steps, got 100 and 100"),
         ("data.stages=[3]", r"stages must be some of \[1, 2\]"),

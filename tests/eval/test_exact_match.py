@@ -1,0 +1,89 @@
+import pytest
+import torch
+
+from mamba3 import Mamba3Config, Mamba3LM
+from mamba3.data.arithmetic import eval_problems, tokenizer
+from mamba3.data.problems import Problem
+from mamba3.eval import exact_match as module
+from mamba3.eval.exact_match import Miss, exact_match
+
+TOKENIZER = tokenizer()
+
+
+def random_model():
+    torch.manual_seed(0)
+    config = Mamba3Config(
+        vocab_size=TOKENIZER.vocab_size, d_model=16, n_layer=2, d_state=8, headdim=8
+    )
+    model = Mamba3LM(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+def test_score_by_hand(monkeypatch):
+    said = {
+        "1+1": "2$",
+        "2+2": "5$",
+        "5+5": "10$",
+        "8+8": "161",  # right so far, but it does not stop
+        "4-5": "-1$",
+        "4-4": "$",
+    }
+
+    def generate(model, input_ids, max_new_tokens, *, attention_mask, eos_token_id, pad_token_id):
+        new = []
+        for row, mask in zip(input_ids, attention_mask.bool(), strict=True):
+            prompt = TOKENIZER.decode(row[mask])
+            assert prompt.endswith("=")
+            answer = said[prompt[:-1]]
+            ids = TOKENIZER.encode(answer.rstrip("$")) + [eos_token_id] * answer.endswith("$")
+            new.append(ids + [pad_token_id] * (max_new_tokens - len(ids)))
+        return torch.cat([input_ids, torch.tensor(new)], dim=1)
+
+    monkeypatch.setattr(module, "generate", generate)
+    right = {"1+1": "2", "2+2": "4", "5+5": "10", "8+8": "16", "4-5": "-1", "4-4": "0"}
+    problems = [Problem("add" if "+" in p else "subtract", p, a) for p, a in right.items()]
+    result = exact_match(random_model(), TOKENIZER, problems, batch_size=4)
+    assert result.overall == 3 / 6
+    assert result.per_task == {"add": 2 / 4, "subtract": 1 / 2}
+    assert (result.n, result.n_per_task) == (6, {"add": 4, "subtract": 2})
+    assert result.truncated == 1
+    assert result.misses == [
+        Miss("add", "2+2", "4", "5"),
+        Miss("add", "8+8", "16", "161"),
+        Miss("subtract", "4-4", "0", ""),
+    ]
+    fewer = exact_match(random_model(), TOKENIZER, problems, max_misses=1)
+    assert fewer.misses == result.misses[:1]
+
+
+def test_answers_are_those_of_greedy_decoding_one_by_one():
+    model = random_model()
+    problems = eval_problems(1, 40)
+    budget = 5
+    told = []
+    for problem in problems:
+        ids = TOKENIZER.encode_prompt(problem.prompt)
+        start = len(ids)
+        while len(ids) < start + budget and ids[-1] != TOKENIZER.eos_token_id:
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        told.append(ids[start:])
+    # Problems whose answers are what the model says: half of them, so that both outcomes occur.
+    said = [
+        Problem("t", p.prompt, TOKENIZER.decode(ids) if i % 2 else p.answer)
+        for i, (p, ids) in enumerate(zip(problems, told, strict=True))
+    ]
+    expected = [ids == TOKENIZER.encode_answer(p.answer) for p, ids in zip(said, told, strict=True)]
+    result = exact_match(model, TOKENIZER, said, batch_size=7, max_new_tokens=budget, max_misses=99)
+    assert result.overall == sum(expected) / len(expected)
+    assert result.truncated == sum(ids[-1] != TOKENIZER.eos_token_id for ids in told)
+    assert [m.got for m in result.misses] == [
+        TOKENIZER.decode(ids) for ids, right in zip(told, expected, strict=True) if not right
+    ]
+    assert 0 < len(result.misses) <= len(said)
+
+
+def test_no_problems():
+    with pytest.raises(ValueError, match="at least one problem"):
+        exact_match(random_model(), TOKENIZER, [])

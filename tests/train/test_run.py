@@ -1,0 +1,301 @@
+import dataclasses
+import errno
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+
+from mamba3 import Mamba3LM
+from mamba3.data import arithmetic
+from mamba3.eval.exact_match import exact_match
+from mamba3.train import loop, train
+from mamba3.train.config import load_recipe
+
+
+@pytest.fixture
+def whole_run(make_recipe, tmp_path):
+    """20 steps in one go."""
+    out = tmp_path / "whole"
+    train(make_recipe(), out, progress=False)
+    return out
+
+
+def assert_same_run(out, whole, read_metrics):
+    """Same losses, weights, optimizer and random state, to the last bit."""
+    assert read_metrics(out, training=True) == read_metrics(whole, training=True)
+    weights, expected = (load_file(o / "model.safetensors") for o in (out, whole))
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    state, expected = (torch.load(o / "training_state.pt", weights_only=True) for o in (out, whole))
+    moments = state["optimizer"]["state"]
+    assert moments.keys() == expected["optimizer"]["state"].keys()
+    for number, values in expected["optimizer"]["state"].items():
+        assert all(torch.equal(moments[number][name], values[name]) for name in values)
+    assert torch.equal(state["rng"]["cpu"], expected["rng"]["cpu"])
+
+
+class Stop(Exception):
+    """Stands for whatever ends a process."""
+
+
+def stop_at(monkeypatch, step):
+    """Make `train` break off in the middle of a step."""
+
+    def learning_rate(index, optim, original=loop.learning_rate):
+        if index == step - 1:
+            raise Stop
+        return original(index, optim)
+
+    monkeypatch.setattr(loop, "learning_rate", learning_rate)
+
+
+def test_the_first_losses_are_those_of_the_seed(make_recipe, tmp_path, read_metrics):
+    recipe = make_recipe({"train.steps": 1, "train.seed": 3})
+    result = train(recipe, tmp_path / "run", progress=False)
+    torch.manual_seed(3)
+    model = Mamba3LM(recipe.architecture(32))
+    batches = arithmetic.CurriculumStream([1, 2], arithmetic.tokenizer(), batch_size=8, seed=3)
+    batch = batches(0)
+    loss = model(batch.input_ids, labels=batch.labels).loss
+    loss.backward()
+    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
+    line = read_metrics(tmp_path / "run")[0]
+    assert line["step"] == 1
+    assert line["loss"] == result.loss == loss.item()  # every digit
+    assert line["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert line["lr"] == pytest.approx(0.01 / 3)
+
+
+def test_what_a_run_leaves(make_recipe, tmp_path, read_metrics):
+    recipe = make_recipe({"train.eval_every": 8})
+    out = tmp_path / "new" / "run"
+    result = train(recipe, out, progress=False)
+    lines = read_metrics(out)
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 21))
+    evaluations = [line for line in lines if "exact_match" in line]
+    assert [line["step"] for line in evaluations] == [8, 16, 20]
+
+    model = Mamba3LM.from_pretrained(out)
+    problems = arithmetic.eval_problems(1, 8) + arithmetic.eval_problems(2, 1)
+    measured = exact_match(model, arithmetic.tokenizer(), problems)
+    assert (result.exact_match, result.per_task) == (measured.overall, measured.per_task)
+    assert evaluations[-1]["exact_match"] == measured.overall
+    assert (result.steps, result.n) == (20, 208)
+    assert result.loss == lines[-2]["loss"]
+
+    effective = load_recipe(out / "recipe.yaml")
+    assert effective.architecture(32) == model.config
+    assert dataclasses.replace(effective, model=recipe.model) == recipe
+    assert not list(out.glob(".*"))
+
+
+def test_the_card_holds_the_measured_numbers(make_recipe, tmp_path):
+    result = train(make_recipe({"data.stages": [2]}), tmp_path / "run", progress=False)
+    card = ModelCard.load(tmp_path / "run" / "README.md")
+    told = {entry.dataset_config: entry.metric_value for entry in card.data.eval_results}
+    assert told == result.per_task
+    assert f"| all | 200 | {math.floor(result.exact_match * 1e4) / 100:.2f} % |" in card.text
+    assert "20 steps of 8 problems, seed 0" in card.text
+
+
+def test_10_and_10_steps_are_20(make_recipe, tmp_path, whole_run, read_metrics):
+    out = tmp_path / "halves"
+    train(make_recipe({"train.steps": 10}), out, progress=False)
+    torch.rand(3)
+    result = train(make_recipe(), out, resume=True, progress=False)
+    assert result.steps == 20
+    assert_same_run(out, whole_run, read_metrics)
+
+
+def test_an_interrupted_run_goes_on_from_its_last_checkpoint(
+    make_recipe, tmp_path, whole_run, read_metrics, monkeypatch
+):
+    out = tmp_path / "broken"
+    for step in (3, 14):  # before the first checkpoint of save_every=5, and after the second
+        with monkeypatch.context() as patch:
+            stop_at(patch, step)
+            with pytest.raises(Stop):
+                train(make_recipe(), out, resume=step > 3, progress=False)
+        assert read_metrics(out)[-1]["step"] == step - 1
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write('{"step": 14, "lo')  # a line that the end of the process cut off
+    train(make_recipe(), out, resume=True, progress=False)
+    assert_same_run(out, whole_run, read_metrics)
+
+
+def test_a_killed_process_goes_on_from_its_last_checkpoint(
+    make_recipe, tmp_path, whole_run, read_metrics
+):
+    out = tmp_path / "killed"
+    (tmp_path / "recipe.yaml").write_text(make_recipe({"train.steps": 100_000}).to_yaml())
+    code = (
+        "import sys, torch; torch.set_num_threads(1)\n"
+        "from mamba3.train import load_recipe, train\n"
+        "train(load_recipe(sys.argv[1]), sys.argv[2], progress=False)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, tmp_path / "recipe.yaml", out])
+    deadline = time.monotonic() + 120
+    # The run is stopped within 20 steps: between two looks it makes a few.
+    while process.poll() is None and time.monotonic() < deadline:
+        if (out / "metrics.jsonl").exists() and len(read_metrics(out)) > 6:
+            os.kill(process.pid, signal.SIGKILL)
+            break
+        time.sleep(0.005)
+    assert process.wait() == -signal.SIGKILL
+    assert torch.load(out / "training_state.pt", weights_only=True)["step"] in (5, 10, 15)
+    train(make_recipe(), out, resume=True, progress=False)
+    assert_same_run(out, whole_run, read_metrics)
+
+
+def test_resuming_a_finished_run_changes_nothing(make_recipe, whole_run):
+    files = {p.name: p.read_bytes() for p in whole_run.iterdir()}
+    result = train(make_recipe(), whole_run, resume=True, progress=False)
+    assert result.steps == 20
+    assert {p.name: p.read_bytes() for p in whole_run.iterdir()} == files
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("optim.lr", 0.02, r"optim\.lr \(the run: 0\.01, the recipe: 0\.02\)"),
+        ("data.batch_size", 4, r"data\.batch_size \(the run: 8, the recipe: 4\)"),
+        ("model.d_state", 16, r"model\.d_state \(the run: 8, the recipe: 16\)"),
+        ("train.seed", 1, r"train\.seed \(the run: 0, the recipe: 1\)"),
+        ("train.steps", 19, r"has made 20 steps already, and train\.steps is 19"),
+    ],
+)
+def test_resuming_with_another_recipe_names_the_difference(
+    make_recipe, whole_run, key, value, message
+):
+    files = {p.name: p.read_bytes() for p in whole_run.iterdir()}
+    with pytest.raises(ValueError, match=message):
+        train(make_recipe({key: value}), whole_run, resume=True, progress=False)
+    assert {p.name: p.read_bytes() for p in whole_run.iterdir()} == files
+
+
+def test_a_folder_in_use_is_refused(make_recipe, whole_run, tmp_path):
+    with pytest.raises(FileExistsError, match=r"already holds .*resume the run in it"):
+        train(make_recipe(), whole_run, progress=False)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(FileExistsError, match="is a file"):
+        train(make_recipe(), tmp_path / "file", progress=False)
+    with pytest.raises(FileNotFoundError, match="holds no run to resume"):
+        train(make_recipe(), tmp_path / "nowhere", resume=True, progress=False)
+
+
+def test_a_damaged_state_is_named(make_recipe, whole_run):
+    path = whole_run / "training_state.pt"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"training_state\.pt is damaged"):
+        train(make_recipe(), whole_run, resume=True, progress=False)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(
+    make_recipe, tmp_path, whole_run, read_metrics, monkeypatch
+):
+    out = tmp_path / "full"
+    with monkeypatch.context() as patch:
+
+        def save(state, file, original=torch.save):
+            if state["step"] == 10:
+                file.write(b"half a state")
+                raise OSError(errno.ENOSPC, "No space left on device")
+            original(state, file)
+
+        patch.setattr(torch, "save", save)
+        with pytest.raises(OSError, match="No space left"):
+            train(make_recipe(), out, progress=False)
+    assert torch.load(out / "training_state.pt", weights_only=True)["step"] == 5
+    assert not list(out.glob(".*"))
+    train(make_recipe(), out, resume=True, progress=False)
+    assert_same_run(out, whole_run, read_metrics)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(make_recipe, tmp_path, monkeypatch):
+    def forward(self, input_ids, original=Mamba3LM.forward, **options):
+        output = original(self, input_ids, **options)
+        if options.get("labels") is not None:
+            self.calls = getattr(self, "calls", 0) + 1
+            if self.calls == 8:
+                return output._replace(loss=output.loss * math.nan)
+        return output
+
+    monkeypatch.setattr(Mamba3LM, "forward", forward)
+    out = tmp_path / "run"
+    with pytest.raises(RuntimeError, match=r"the loss is nan at step 8 \(batch 7\)"):
+        train(make_recipe(), out, progress=False)
+    assert torch.load(out / "training_state.pt", weights_only=True)["step"] == 5
+    assert all(torch.isfinite(p).all() for p in Mamba3LM.from_pretrained(out).parameters())
+
+
+def test_a_gradient_that_is_not_finite_changes_no_weight(make_recipe, tmp_path, monkeypatch):
+    seen = {}
+
+    def forward(self, input_ids, original=Mamba3LM.forward, **options):
+        output = original(self, input_ids, **options)
+        if options.get("labels") is not None:
+            seen["model"], seen["before"] = (
+                self,
+                {k: v.clone() for k, v in self.state_dict().items()},
+            )
+            output.logits.register_hook(lambda grad: grad * math.inf)
+        return output
+
+    monkeypatch.setattr(Mamba3LM, "forward", forward)
+    with pytest.raises(RuntimeError, match=r"gradient norm is (nan|inf) at step 1 \(batch 0\)"):
+        train(make_recipe(), tmp_path / "run", progress=False)
+    after = seen["model"].state_dict()
+    assert all(torch.equal(after[name], old) for name, old in seen["before"].items())
+
+
+def test_init_from_starts_at_the_weights_of_a_model(make_recipe, tmp_path, whole_run, read_metrics):
+    start = {"train.init_from": str(whole_run), "train.steps": 1}
+    recipe = make_recipe(start)
+    for name, model in (("same", recipe.model), ("none", None)):
+        out = tmp_path / name
+        train(dataclasses.replace(recipe, model=model), out, progress=False)
+        batches = arithmetic.CurriculumStream([1, 2], arithmetic.tokenizer(), batch_size=8, seed=0)
+        batch = batches(0)
+        loss = Mamba3LM.from_pretrained(whole_run)(batch.input_ids, labels=batch.labels).loss
+        assert read_metrics(out)[0]["loss"] == loss.item()
+    with pytest.raises(ValueError, match=r"differs from .*whole in d_state"):
+        train(make_recipe(start | {"model.d_state": 4}), tmp_path / "other", progress=False)
+
+
+def test_the_caller_keeps_random_state_and_threads(make_recipe, tmp_path):
+    torch.manual_seed(11)
+    expected = torch.rand(4)
+    torch.manual_seed(11)
+    train(make_recipe({"train.steps": 2, "train.threads": 2}), tmp_path / "run", progress=False)
+    assert torch.equal(torch.rand(4), expected)
+    assert torch.get_num_threads() == 1
+
+
+def test_a_schedule_that_ends_elsewhere_is_said(make_recipe, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        train(make_recipe({"train.steps": 2}), tmp_path / "run", progress=False)
+    assert "decays over optim.decay_steps=20 steps, train.steps is 2" in caplog.text
+
+
+def test_progress_goes_to_standard_error(make_recipe, tmp_path, capsys):
+    train(make_recipe({"train.steps": 2}), tmp_path / "run")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "2/2" in captured.err
+    assert "loss" in captured.err
+    assert "tokens/s" in captured.err
+
+
+def test_a_model_learns_the_facts(make_recipe, tmp_path):
+    changes = {"model.d_model": 32, "model.headdim": 16, "data.stages": [2]}
+    changes |= {"data.batch_size": 64, "optim.decay_steps": 250, "train.steps": 250}
+    result = train(make_recipe(changes), tmp_path / "run", progress=False)
+    assert result.exact_match > 0.9
