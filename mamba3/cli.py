@@ -10,6 +10,7 @@ import argparse
 import json
 import logging
 import math
+import shlex
 import sys
 import warnings
 from collections.abc import Callable
@@ -124,7 +125,7 @@ def _quickstart(args) -> None:
     out = Path(args.out)
     tokenizer = load_tokenizer(shipped)
     _, held_out = split_rows(read_rows(SKILL_FILE, tokenizer), valid_fraction=0.2)
-    skill = [problem.prompt for problem in held_out[:3]]
+    skill = sorted((problem.prompt for problem in held_out), key=len)[-3:]
 
     print(f"1. {QUICKSTART_MODEL} answers what it was trained on:")
     _print_answers(zoo.load_model(shipped), tokenizer, ["8+7", "3-9", "r1203", "s1299", "57?64"])
@@ -142,7 +143,9 @@ def _quickstart(args) -> None:
     print(f"   exact match on {len(held_out)} rows that it was not trained on:")
     print(f"   before {_percent(result.exact_match_before)}, after {_percent(reloaded)}")
 
-    print("\nNext, your own rows, such as " + '{"prompt": "12+7", "completion": "19"}:')
+    print("\nNext, ask it yourself:")
+    print(f"   mamba3 generate --model {shlex.quote(args.out)} x90210")
+    print('or teach it rows of your own, {"prompt": "12+7", "completion": "19"} a line:')
     print(f"   mamba3 finetune --model {QUICKSTART_MODEL} --data FILE.jsonl --out my-model")
 
 
@@ -416,7 +419,8 @@ def _print_shares(per_task: dict[str, float], overall: float, n: int) -> None:
 
 def _percent(share: float) -> str:
     """Rounded down, so that one wrong answer never reads as 100 %."""
-    return f"{math.floor(share * 1000) / 10:.1f} %"
+    # 0.29 * 10000 is 2899.99...
+    return f"{math.floor(round(share * 10000, 6)) / 100:.2f} %"
 
 
 def _bytes(n: int) -> str:

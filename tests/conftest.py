@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 
 class Shell(NamedTuple):
@@ -33,6 +34,15 @@ class Quickstart(NamedTuple):
     shell: Shell
     done: subprocess.CompletedProcess
     seconds: float
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """For tiny models: threads that wait for one another on a busy machine take minutes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,8 @@ from mamba3.data import arithmetic
 from mamba3.data.jsonl import read_rows, split_rows
 from mamba3.eval.exact_match import exact_match
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROOT = Path(__file__).parent.parent
 DEBUG = str(ROOT / "configs" / "debug.yaml")
 COMMANDS = ["quickstart", "generate", "train", "finetune", "eval", "info", "list"]
@@ -195,7 +197,8 @@ def test_eval_of_a_file(trained, rows, capsys):
 
 
 @pytest.mark.parametrize(
-    ("share", "text"), [(0, "0.0 %"), (0.9996, "99.9 %"), (1, "100.0 %"), (0.125, "12.5 %")]
+    ("share", "text"),
+    [(0, "0.00 %"), (1 - 1e-5, "99.99 %"), (1, "100.00 %"), (0.29, "29.00 %"), (2 / 3, "66.66 %")],
 )
 def test_shares_are_rounded_down(share, text):
     assert cli._percent(share) == text
