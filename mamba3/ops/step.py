@@ -42,7 +42,22 @@ def mamba3_step(
 
     Returns:
         The output (B, H, P) in x's dtype, and the new state.
+
+    Raises:
+        ValueError: a state of another batch or of other sizes.
     """
+    if state.h.shape != (*x.shape, b.shape[-1]) or state.k.shape[1] != b.shape[1]:
+        state.check(
+            Mamba3State.zeros(
+                len(x),
+                heads=x.shape[1],
+                headdim=x.shape[2],
+                d_state=b.shape[-1],
+                rank=b.shape[1],
+                angles=rate.shape[-1],
+                device="meta",
+            )
+        )
     wide = state.h.dtype
     tensors = [t if t.dtype == wide else t.to(wide) for t in (x, b, c, dt, a, lam, rate)]
     weights = [t if t.dtype == wide else t.to(wide) for t in (b_bias, c_bias, d)]

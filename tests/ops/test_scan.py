@@ -254,7 +254,7 @@ def test_non_contiguous_inputs():
 def test_second_derivative_is_refused():
     tensors, call = scan_inputs()
     y, _ = mamba3_scan(**call)
-    with pytest.raises(RuntimeError, match="no second derivative.*create_graph"):
+    with pytest.raises(RuntimeError, match=r"no second derivative.*create_graph"):
         torch.autograd.grad(y.sum(), tensors["x"], create_graph=True)
 
 

@@ -1,0 +1,55 @@
+"""Which backend runs, and how it is chosen."""
+
+import pytest
+import torch
+from compare import scan_inputs
+
+from mamba3 import ops
+from mamba3.ops import reference, scan
+
+
+def test_default_and_its_reason(monkeypatch):
+    monkeypatch.delenv("MAMBA3_BACKEND", raising=False)
+    assert ops.backend() == "torch"
+    assert ops.explain().startswith("torch: the chunked torch path")
+
+
+def test_environment_and_override(monkeypatch):
+    monkeypatch.setenv("MAMBA3_BACKEND", "reference")
+    assert ops.backend() == "reference"
+    assert "MAMBA3_BACKEND" in ops.explain()
+    with ops.use_backend("torch"):
+        assert ops.backend() == "torch"
+        assert "use_backend" in ops.explain()
+        with ops.use_backend("reference"):
+            assert ops.backend() == "reference"
+        assert ops.backend() == "torch"
+    assert ops.backend() == "reference"
+
+
+def test_the_chosen_one_runs(monkeypatch):
+    ran = []
+
+    def spy(*args):
+        ran.append("reference")
+        return reference.mamba3_scan_reference(*args)
+
+    monkeypatch.setattr(scan, "mamba3_scan_reference", spy)
+    _, call = scan_inputs(length=2)
+    with torch.no_grad():
+        with ops.use_backend("torch"):
+            ops.mamba3_scan(**call)
+        assert not ran
+        with ops.use_backend("reference"):
+            ops.mamba3_scan(**call)
+    assert ran == ["reference"]
+
+
+def test_bad_names(monkeypatch):
+    with pytest.raises(ValueError, match="use_backend is 'cuda', expected one of reference"):
+        ops.use_backend("cuda").__enter__()
+    with pytest.raises(RuntimeError, match=r"asks for the triton backend.*use 'torch'"):
+        ops.use_backend("triton").__enter__()
+    monkeypatch.setenv("MAMBA3_BACKEND", "quick")
+    with pytest.raises(ValueError, match="MAMBA3_BACKEND is 'quick'"):
+        ops.backend()
