@@ -113,6 +113,8 @@ def _add_quickstart(commands) -> None:
 
 def _quickstart(args) -> None:
     """Answer, fine-tune, save and reload, with the model that ships: under two minutes."""
+    import torch
+
     from mamba3 import zoo
     from mamba3.data.arithmetic import SKILL_FILE
     from mamba3.data.jsonl import read_rows, split_rows
@@ -120,6 +122,8 @@ def _quickstart(args) -> None:
     from mamba3.eval.exact_match import exact_match
     from mamba3.train import finetune
 
+    # More threads gain nothing with a model this small, and wait for each other on a busy machine.
+    torch.set_num_threads(1)
     # Its own path, since a folder of this name where the user stands would make it ambiguous.
     shipped = zoo.MODELS[QUICKSTART_MODEL].path
     out = Path(args.out)

@@ -21,7 +21,7 @@ class Shell(NamedTuple):
         return subprocess.run(
             ["bash", "-ec", command],
             cwd=self.folder,
-            env={**os.environ, "PATH": path},
+            env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},  # as in one_thread
             capture_output=True,
             text=True,
             check=False,

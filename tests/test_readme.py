@@ -3,13 +3,15 @@
 A block of text after another block is what that one prints.
 """
 
+import importlib
 import re
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+import mamba3
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -66,13 +68,7 @@ def test_quickstart_runs(quickstart):
 @pytest.mark.parametrize(("block", "printed"), RUN, ids=[f"line{block.line}" for block, _ in RUN])
 def test_block(shell, block, printed):
     if block.language == "python":
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", block.code],
-            cwd=shell.folder,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = shell(f"python -W error -c {shlex.quote(block.code)}")
     else:
         lines = [line for line in block.code.splitlines() if line not in INSTALL]
         assert all(line.startswith("mamba3 ") for line in lines)
@@ -89,10 +85,6 @@ def test_every_command_is_shown():
 
 
 def test_names_in_the_tables_exist():
-    import importlib
-
-    import mamba3
-
     for name in re.findall(r"`mamba3\.([\w.]+)`", README):
         if name not in mamba3.__all__:
             module, _, attribute = name.partition(".")
