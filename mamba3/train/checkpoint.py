@@ -55,8 +55,8 @@ def save_state(
         state["rng"]["cuda"] = torch.cuda.get_rng_state_all()
     try:
         replace_file(path, lambda file: torch.save(state, file))
-    except RuntimeError as error:  # torch.save turns a full disk into one
-        raise OSError(f"{path} could not be written: {error}") from error
+    except RuntimeError as error:  # torch.save turns a failed write into one
+        raise OSError(f"{path} could not be written (is the disk full?): {error}") from error
 
 
 def load_state(path: str | Path) -> dict[str, Any]:

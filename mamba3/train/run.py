@@ -93,6 +93,11 @@ class _Run:
 
     def __init__(self, recipe: Recipe, out: Path, state: dict | None):
         self.out, self.tokenizer = out, arithmetic.tokenizer()
+        self.problems = [
+            problem
+            for stage in recipe.data.stages
+            for problem in arithmetic.eval_problems(stage, recipe.data.eval_problems)
+        ]
         model = _build_model(recipe, self.tokenizer.vocab_size, state)
         self.model = model.to(recipe.train.device or default_device())
         architecture = model.config.to_dict()
@@ -170,13 +175,7 @@ class _Run:
     def _evaluate(self) -> ExactMatch:
         """Exact match after the present step; measured once a step."""
         if self.result_step != self.step:
-            data = self.recipe.data
-            problems = [
-                problem
-                for stage in data.stages
-                for problem in arithmetic.eval_problems(stage, data.eval_problems)
-            ]
-            self.result = exact_match(self.model, self.tokenizer, problems)
+            self.result = exact_match(self.model, self.tokenizer, self.problems)
             self.result_step = self.step
         return self.result
 
