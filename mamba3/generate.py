@@ -93,10 +93,11 @@ def generate(
     if not return_state:
         return result
     # The last tokens were never fed, and rows that ended early were fed more than they said. One
-    # masked pass over the new tokens gives each row the state that it would have alone.
+    # masked pass over the new tokens gives each row the state that it would have alone. It is not
+    # made in inference mode, so that the state can be trained from.
     ended = torch.isin(new, request.eos).long()
     real = ended.cumsum(dim=1) - ended == 0
-    with torch.inference_mode():
+    with torch.no_grad():
         _, state = _forward(model, new, None if real.all() else real, prompt_state)
     return result, state
 

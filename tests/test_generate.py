@@ -405,6 +405,22 @@ def test_conversation_equals_one_long_prompt(model, side):
         assert found[1:].tolist() == recomputed(model, whole, 4)
 
 
+def test_state_can_be_trained_from(model):
+    """As a prompt that was read once: the gradients are those of a state from a forward pass."""
+    ids = torch.stack(prompts_of([4, 4]))
+    out, state = generate(model, ids, 5, return_state=True)
+    with torch.no_grad():
+        expected_state = model(out, return_state=True).state
+    gradients = []
+    for start in (state, expected_state):
+        model.zero_grad()
+        model(ids, labels=ids, state=start).loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    model.zero_grad()
+
+
 def test_state_of_another_batch_size(siso):
     _, state = generate(siso, torch.stack(prompts_of([4, 4])), 2, return_state=True)
     with pytest.raises(ValueError, match="batch"):
