@@ -216,29 +216,29 @@ def _build_model(recipe: Recipe, vocab_size: int, state: dict | None) -> Mamba3L
     """A model with the weights that the run begins with; those of a state come later."""
     init_from = recipe.train.init_from
     if state is not None:
-        architecture = recipe.model or state["recipe"]["model"]
-        return Mamba3LM(dataclasses.replace(recipe, model=architecture).architecture(vocab_size))
+        recipe = dataclasses.replace(recipe, model=recipe.model or state["recipe"]["model"])
+        init_from = None
+    wanted = None if recipe.model is None else recipe.architecture(vocab_size)
     if init_from is None:
-        return Mamba3LM(recipe.architecture(vocab_size))
+        _check_vocabulary("the recipe's model", wanted, vocab_size)
+        return Mamba3LM(wanted)
     model = zoo.load_model(init_from, dtype=torch.float32)
-    _check_architecture(recipe, model.config, init_from, vocab_size)
-    return model
-
-
-def _check_architecture(
-    recipe: Recipe, config: Mamba3Config, init_from: str, vocab_size: int
-) -> None:
-    if config.vocab_size != vocab_size:
-        raise ValueError(
-            f"{init_from} has a vocabulary of {config.vocab_size} tokens; the arithmetic "
-            f"curriculum has {vocab_size}"
-        )
-    if recipe.model is not None and (wanted := recipe.architecture(vocab_size)) != config:
-        names = [f.name for f in dataclasses.fields(config)]
-        differing = [n for n in names if getattr(config, n) != getattr(wanted, n)]
+    _check_vocabulary(init_from, model.config, vocab_size)
+    if wanted not in (None, model.config):
+        names = [f.name for f in dataclasses.fields(wanted)]
+        differing = [n for n in names if getattr(model.config, n) != getattr(wanted, n)]
         raise ValueError(
             f"the recipe's model differs from {init_from} in {', '.join(differing)}; leave the "
             "group 'model' out to take the architecture of train.init_from"
+        )
+    return model
+
+
+def _check_vocabulary(name: str, config: Mamba3Config, vocab_size: int) -> None:
+    if config.vocab_size != vocab_size:
+        raise ValueError(
+            f"{name} has a vocabulary of {config.vocab_size} tokens; the arithmetic curriculum has "
+            f"{vocab_size}"
         )
 
 

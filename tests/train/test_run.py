@@ -273,6 +273,23 @@ def test_init_from_starts_at_the_weights_of_a_model(make_recipe, tmp_path, whole
         train(make_recipe(start | {"model.d_state": 4}), tmp_path / "other", progress=False)
 
 
+def test_another_vocabulary_is_refused(make_recipe, tmp_path):
+    with pytest.raises(ValueError, match=r"model has a vocabulary of 20 tokens.* has 32"):
+        train(make_recipe({"model.vocab_size": 20}), tmp_path / "run", progress=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_from_a_model_resumes_without_it(make_recipe, tmp_path, whole_run, read_metrics):
+    changes = {"train.init_from": str(whole_run), "optim.lr": 0.003}
+    train(make_recipe(changes), tmp_path / "a", progress=False)
+    recipe = dataclasses.replace(make_recipe(changes | {"train.steps": 10}), model=None)
+    train(recipe, tmp_path / "b", progress=False)
+    whole_run.rename(tmp_path / "gone")
+    recipe = dataclasses.replace(make_recipe(changes), model=None)
+    train(recipe, tmp_path / "b", resume=True, progress=False)
+    assert_same_run(tmp_path / "b", tmp_path / "a", read_metrics)
+
+
 def test_the_caller_keeps_random_state_and_threads(make_recipe, tmp_path):
     torch.manual_seed(11)
     expected = torch.rand(4)
