@@ -300,7 +300,7 @@ def decay_rate(raw: Tensor, activation: str, floor: float) -> Tensor:
     """A = -f(raw), at most -floor; f is heavy_tail (1 + u, or 1/(1 - u) for u < 0) or softplus."""
     if activation == "heavy_tail":
         # Both branches in one expression; clamp and relu split the gradient at 0 between them.
-        f = F.relu(raw) + 1 / (1 - raw.clamp(max=0))
+        f = F.relu(raw) + torch.reciprocal(1 - raw.clamp(max=0))
     else:
         f = F.softplus(raw)
     return -f.clamp(min=floor)

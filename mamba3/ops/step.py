@@ -75,7 +75,8 @@ def mamba3_step(
 def _step(x, b, c, dt, a, lam, rate, b_bias, c_bias, d, z, mimo, norm_weight, norm_eps, state):
     """As `mamba3_step`, with streams behind heads: (B, H, R, ...)."""
     interleaved = mimo is None
-    phase = wrap_phase(state.phase + rate.unsqueeze(1) * dt.unsqueeze(2))
+    dt = dt.unsqueeze(2)
+    phase = wrap_phase(torch.addcmul(state.phase, rate.unsqueeze(1), dt))
     cos, sin = phase.cos(), phase.sin()
     phasor = torch.stack((cos, sin), -1).flatten(-2) if interleaved else torch.cat((cos, sin), -1)
     maps = torch.stack((b, c), 1).transpose(2, 3)  # (B, 2, G, R, N)
@@ -85,21 +86,26 @@ def _step(x, b, c, dt, a, lam, rate, b_bias, c_bias, d, z, mimo, norm_weight, no
     k, q = complex_mul(maps, phasor[:, None, :, None], interleaved=interleaved).unbind(1)
 
     # Both tokens of the trapezoid enter together, as 2R outer products.
-    alpha = torch.exp(dt * a)
-    gamma = lam * dt
+    alpha = torch.exp(dt * a.unsqueeze(2))
+    gamma = lam.unsqueeze(2) * dt
     beta = (dt - gamma) * alpha
-    v = x.unsqueeze(2) if mimo is None else broadcast_streams(x, mimo[0])
-    v_prev = state.x.unsqueeze(2) if mimo is None else broadcast_streams(state.x, mimo[0])
-    values = torch.cat((v * gamma[..., None, None], v_prev * beta[..., None, None]), 2)
+    values = torch.stack((x * gamma, state.x * beta), 1)  # (B, 2, H, P)
+    if mimo is None:
+        values, skip = values.transpose(1, 2), d[:, None, None]
+    else:
+        values = broadcast_streams(values, mimo[0]).transpose(1, 2).flatten(2, 3)
+        skip = d[:, None, None] * mimo[0]
     keys = torch.cat((k, state.k.transpose(1, 2)), 2)
-    h = complex_state_update(state.h, values, keys, alpha)
+    h = complex_state_update(state.h, values, keys, alpha.squeeze(2))
 
     # q times h transposed: the other order, a matrix times a vector, is many times slower.
-    y = torch.bmm(q.flatten(0, 1), h.flatten(0, 1).mT).view(v.shape)
-    y = torch.addcmul(y, v, d[:, None, None])
+    y = torch.addcmul(q @ h.mT, x.unsqueeze(2), skip)
     if norm_weight is not None:
         y = F.rms_norm(y, y.shape[-1:], eps=norm_eps) * norm_weight.unsqueeze(1)
-    if z is not None:
-        y = y * F.silu(z.unsqueeze(2) if mimo is None else broadcast_streams(z, mimo[1]))
-    y = y.squeeze(2) if mimo is None else mix_streams(y, mimo[2])
+    if mimo is None:
+        y = y.squeeze(2)
+        y = y if z is None else y * F.silu(z)
+    else:
+        y = y if z is None else y * F.silu(broadcast_streams(z, mimo[1]))
+        y = mix_streams(y, mimo[2])
     return y, Mamba3State(h, phase, k.transpose(1, 2), x)

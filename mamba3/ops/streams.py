@@ -125,7 +125,7 @@ def turn_(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
     """Multiply the first pairs of `t` (..., N) by cos + i sin (..., S), in place."""
     if cos.shape[-1] == 0:
         return
-    if interleaved and t.is_contiguous() and t.dtype in (torch.float32, torch.float64):
+    if interleaved and _is_complex(t):
         head = t[..., : 2 * cos.shape[-1]].unflatten(-1, (-1, 2))
         torch.view_as_complex(head).mul_(torch.complex(cos, sin))
         return
@@ -249,9 +249,22 @@ class _NoContext:
 
 
 def _mul(a: Tensor, b: Tensor, interleaved: bool) -> Tensor:
+    count = b.shape[-1] // 2
+    if interleaved and count and _is_complex(a) and _is_complex(b):
+        # One product of complex numbers; decoding is bound by the number of operations.
+        z = torch.view_as_complex(a[..., : 2 * count].unflatten(-1, (count, 2)))
+        z = torch.view_as_real(z * torch.view_as_complex(b.unflatten(-1, (count, 2)))).flatten(-2)
+        if 2 * count == a.shape[-1]:
+            return z
+        return torch.cat((z, a[..., 2 * count :].expand(*z.shape[:-1], -1)), -1)
     out = _spread(a, b)
-    turn_(out, *pairs(b, b.shape[-1] // 2, interleaved), interleaved)
+    turn_(out, *pairs(b, count, interleaved), interleaved)
     return out
+
+
+def _is_complex(t: Tensor) -> bool:
+    """Whether neighbouring channels can be viewed as complex numbers."""
+    return t.is_contiguous() and t.dtype in (torch.float32, torch.float64)
 
 
 def _spread(a: Tensor, b: Tensor) -> Tensor:
