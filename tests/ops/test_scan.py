@@ -15,7 +15,7 @@ from compare import (
 )
 
 from mamba3.ops import Mamba3State, complex_state_update, mamba3_scan, use_backend
-from mamba3.ops.chunked import default_chunk_size
+from mamba3.ops.chunking import default_chunk_size
 from mamba3.ops.reference import rotate
 
 # Sizes that users met faults at: no powers of two, one head, more heads than channels, ...
