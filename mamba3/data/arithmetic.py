@@ -10,8 +10,9 @@ A problem reads ``PROMPT=ANSWER``; numbers are plain decimal, most significant d
     2      add        3+9      12           sum of two digits
     2      subtract   3-9      -6           difference of two digits
 
-Numbers of stage 1 have 1 to 4 digits, each count equally often. Half of the successors end in 9s,
-and compared numbers are often equal or share their first digits, since those are the hard cases.
+Numbers of stage 1 have 1 to 4 digits, each count equally often, and so have their successors (9999
+is not asked). Half of the numbers to succeed end in 9s, and most of those to compare share their
+first digits or are equal, since those are the hard cases.
 
 What is measured. Stage 1 is split by a hash of the prompt: a tenth of all its problems is held out,
 is never drawn for training at any seed, and is what exact match is measured on. Stage 2 has 200
@@ -61,20 +62,29 @@ def _successor(rng: random.Random) -> Problem:
     if rng.random() < 0.5:
         nines = rng.randint(1, len(digits))
         digits = digits[: len(digits) - nines] + "9" * nines
+    if digits == "9999":
+        return _successor(rng)
     return Problem("successor", f"s{digits}", str(int(digits) + 1))
 
 
 def _compare(rng: random.Random) -> Problem:
     a = b = str(_number(rng))
     kind = rng.random()
-    if kind < 0.4:
+    if kind < 0.2:
         b = str(_number(rng))
-    elif kind < 0.8:  # the same length and the same first digits
-        same = rng.randrange(len(a))
-        b = a[:same] + "".join(rng.choice("0123456789") for _ in a[same:])
-        b = str(int(b))
+    elif kind < 0.9:
+        b = _neighbour(rng, a)
     sign = "<" if int(a) < int(b) else ">" if int(a) > int(b) else "="
     return Problem("compare", f"{a}?{b}", sign)
+
+
+def _neighbour(rng: random.Random, number: str) -> str:
+    """A number with the same first digits; the first other one is often one more or less."""
+    same = rng.randrange(len(number))
+    rest = [rng.choice("0123456789") for _ in number[same:]]
+    if rng.random() < 0.5:
+        rest[0] = str(min(9, max(0, int(number[same]) + rng.choice((-1, 1)))))
+    return str(int(number[:same] + "".join(rest)))
 
 
 def facts() -> list[Problem]:
@@ -97,7 +107,7 @@ def _subtract(rng: random.Random) -> Problem:
 
 # Stage -> its tasks, and how often each is drawn for training: the harder, the more often.
 _TASKS: dict[int, dict[Callable[[random.Random], Problem], int]] = {
-    1: {_copy: 1, _reverse: 1, _successor: 2, _compare: 4},
+    1: {_copy: 2, _reverse: 2, _successor: 3, _compare: 8},
     2: {_add: 1, _subtract: 1},
 }
 STAGES = tuple(_TASKS)
