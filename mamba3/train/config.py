@@ -86,8 +86,9 @@ class TrainRecipe:
     Args:
         steps: number of optimizer steps.
         seed: of the initial weights and of the data.
-        eval_every: steps between evaluations; 0 evaluates at the end only.
-        save_every: steps between checkpoints; the end is always saved.
+        save_every: steps between checkpoints; the end is always saved. A checkpoint is evaluated,
+            so that its model card holds its own numbers.
+        eval_every: steps between further evaluations; 0 makes none.
         init_from: name or folder of a model whose weights to start from.
         device: such as "cpu" or "cuda"; None takes a GPU if there is one.
         threads: threads of torch during the run; None leaves them as they are.
@@ -95,8 +96,8 @@ class TrainRecipe:
 
     steps: int
     seed: int = 0
-    eval_every: int = 0
     save_every: int = 500
+    eval_every: int = 0
     init_from: str | None = None
     device: str | None = None
     threads: int | None = None

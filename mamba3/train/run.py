@@ -157,8 +157,8 @@ class _Run:
     def _after_step(self, step: int, loss: float, log: MetricsLog) -> None:
         self.step, self.loss = step, loss
         timing = self.recipe.train
-        last = step == timing.steps
-        if last or (timing.eval_every and step % timing.eval_every == 0):
+        save = step == timing.steps or step % timing.save_every == 0
+        if save or (timing.eval_every and step % timing.eval_every == 0):
             result = self._evaluate()
             log.write(
                 step,
@@ -167,7 +167,7 @@ class _Run:
                 n=result.n,
                 truncated=result.truncated,
             )
-        if last or step % timing.save_every == 0:
+        if save:
             # The state goes first: whatever stops the run in between, it can be resumed.
             self._save_state()
             self._save_model()

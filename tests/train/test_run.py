@@ -81,7 +81,7 @@ def test_what_a_run_leaves(make_recipe, tmp_path, read_metrics):
     lines = read_metrics(out)
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 21))
     evaluations = [line for line in lines if "exact_match" in line]
-    assert [line["step"] for line in evaluations] == [8, 16, 20]
+    assert [line["step"] for line in evaluations] == [5, 8, 10, 15, 16, 20]
 
     model = Mamba3LM.from_pretrained(out)
     problems = arithmetic.eval_problems(1, 8) + arithmetic.eval_problems(2, 1)
