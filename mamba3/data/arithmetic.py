@@ -199,12 +199,12 @@ def eval_problems(stage: int, n: int, *, seed: int = 0) -> list[Problem]:
 def skill_rows(n: int, *, seed: int = 0) -> list[dict[str, str]]:
     """Prompt/completion rows of a skill that is in no stage: sort the digits.
 
-    ``x4132`` becomes ``1234``; 2 to 4 digits, each prompt once. `SKILL_FILE` holds 500 of them,
+    ``x4132`` becomes ``1234``; 3 or 4 digits, each prompt once. `SKILL_FILE` holds 500 of them,
     those of seed 0.
     """
     rng = random.Random(f"skill/{seed}")
     rows: dict[str, str] = {}
     while len(rows) < n:
-        digits = "".join(rng.choice("0123456789") for _ in range(rng.randint(2, MAX_DIGITS)))
+        digits = "".join(rng.choice("0123456789") for _ in range(rng.randint(3, MAX_DIGITS)))
         rows[f"x{digits}"] = "".join(sorted(digits))
     return [{"prompt": prompt, "completion": completion} for prompt, completion in rows.items()]
