@@ -129,7 +129,8 @@ def _quickstart(args) -> None:
     out = Path(args.out)
     tokenizer = load_tokenizer(shipped)
     _, held_out = split_rows(read_rows(SKILL_FILE, tokenizer), valid_fraction=0.2)
-    skill = sorted((problem.prompt for problem in held_out), key=len)[-3:]
+    unsorted = [problem.prompt for problem in held_out if problem.answer not in problem.prompt]
+    skill = sorted(unsorted, key=len)[-3:]
 
     print(f"1. {QUICKSTART_MODEL} answers what it was trained on:")
     _print_answers(zoo.load_model(shipped), tokenizer, ["8+7", "3-9", "r1203", "s1299", "57?64"])
