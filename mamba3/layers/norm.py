@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ..ops import rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -30,9 +31,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (..., D); the result has the weight's dtype."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        y = F.rms_norm(x.to(wide), x.shape[-1:], self.weight.to(wide), self.eps)
-        return y.to(self.weight.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import Mamba3Config
-from ..ops import Mamba3State, mamba3_scan, mamba3_step
+from ..ops import Mamba3State, mamba3_scan, mamba3_step, rms_norm
 from .norm import RMSNorm
 from .ragged import Ragged
 
@@ -254,9 +254,8 @@ class TMamba3Layer(nn.Module):
         maps = maps.unflatten(-1, (2, config.rank, config.ngroups, config.d_state))
         # B_norm and C_norm at once; decoding is bound by the number of operations.
         wide = self.dt_bias.dtype
-        maps = F.rms_norm(maps.to(wide), maps.shape[-1:], eps=config.norm_eps)
-        norms = torch.stack((self.B_norm.weight, self.C_norm.weight))
-        b, c = (maps * norms[:, None, None]).unbind(-4)
+        norms = torch.stack((self.B_norm.weight, self.C_norm.weight)).to(wide)
+        b, c = rms_norm(maps, norms[:, None, None], config.norm_eps).unbind(-4)
         dt = F.softplus(dd_dt.to(wide) + self.dt_bias)
         a = decay_rate(dd_a.to(wide), config.a_activation, config.a_floor)
         lam = torch.sigmoid(trap.to(wide))

@@ -1,6 +1,7 @@
 """Mamba-3's operations: one public function each, on any device."""
 
 from .dispatch import BACKENDS, backend, explain, use_backend
+from .norm import rms_norm
 from .scan import mamba3_scan
 from .state import Mamba3State
 from .step import mamba3_step
@@ -24,5 +25,6 @@ __all__ = [
     "mamba3_scan",
     "mamba3_step",
     "mix_streams",
+    "rms_norm",
     "use_backend",
 ]

@@ -43,3 +43,21 @@ def first_order(backward):
         return no_autocast(backward)(ctx, *grads)
 
     return wrapped
+
+
+def run(function, *args):
+    """Run an autograd.Function, or its forward alone where nothing is differentiated.
+
+    `Function.apply` costs more than a small op itself; decoding is bound by such costs.
+    """
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args):
+        return function.apply(*args)
+    return function.forward(_NoContext, *args)
+
+
+class _NoContext:
+    """Stands in for autograd's context where nothing is differentiated."""
+
+    @staticmethod
+    def save_for_backward(*tensors):
+        pass

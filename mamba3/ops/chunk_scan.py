@@ -75,13 +75,14 @@ class ChunkScan(torch.autograd.Function):
             gy_in = gy * mask.into
             read = torch.bmm(gy_in.transpose(1, 2), q).view_as(h_in[rows])
             grad_out = torch.empty_like(read)
+            grad_total = torch.empty_like(scale[rows, :, 0])
             for step in reversed(block):
                 here = slice(step.start - rows.start, step.stop - rows.start)
-                grad_out[here] = grad_h[: step.count]
-                torch.addcmul(
-                    read[here], grad_out[here], mask.decay[here], out=grad_h[: step.count]
-                )
-            grad_total = (grad_out * h_in[rows]).sum((2, 3)).mul_(mask.decay[..., 0, 0])
+                later = grad_h[: step.count]
+                grad_out[here] = later
+                grad_total[here] = (later * h_in[step.start : step.stop]).sum((2, 3))
+                torch.addcmul(read[here], later, mask.decay[here], out=later)
+            grad_total *= mask.decay[..., 0, 0]
             grad_out = grad_out.flatten(0, 1)
 
             # Scores, then the three matrix arguments.
@@ -108,7 +109,7 @@ class ChunkScan(torch.autograd.Function):
             by_source = grad_mask.sum(2)
             grad_scale[rows] = by_source + grad_out_weight * mask.carry
             grad_late = grad_out_weight * mask.carry * scale[rows]
-            grad_cum += (grad_mask @ scale[rows].unsqueeze(3)).squeeze(3)
+            grad_cum += (grad_mask * scale[rows].unsqueeze(2)).sum(3)
             grad_cum -= by_source * scale[rows] + grad_late
             grad_cum[..., -1] += grad_late.sum(-1) + grad_total
             grad_log_a[rows] = grad_cum.flip(-1).cumsum(-1).flip(-1)
@@ -168,7 +169,7 @@ class _Maps:
             grad_re, grad_im = pairs(grad, self.cos.shape[-1], self.interleaved)
             phase = phase + (grad_im * re).sub_(grad_re * im).sum(2)
             turn_(grad, self.cos, -self.sin, self.interleaved)
-            grad_bias += grad.sum((0, 3))
+            grad_bias += grad.sum(3).sum(0)
             groups = self.b.shape[4]
             grad = grad.view(outer, inner, groups, heads // groups, rank, size, -1).sum(3)
             grad_m[self.outer] = grad.permute(0, 1, 4, 3, 2, 5)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # One block of chunks is worked on at a time, so that what it touches stays in a core's cache.
-BLOCK_ELEMENTS = 1 << 17
+BLOCK_ELEMENTS_PER_THREAD = 1 << 17
 
 
 def default_chunk_size(rank: int, length: int) -> int:
@@ -151,7 +151,7 @@ def empty_split(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 def blocks(steps: tuple[Step, ...], chunk_elements: int) -> list[list[Step]]:
     """Group the steps of the recurrence over chunks, so that a block fills a cache, not more."""
-    enough = max(1, BLOCK_ELEMENTS // chunk_elements)
+    enough = max(1, BLOCK_ELEMENTS_PER_THREAD * torch.get_num_threads() // chunk_elements)
     found, chunks = [], enough
     for step in steps:
         if chunks >= enough:

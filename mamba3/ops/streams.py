@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .autograd import first_order, no_autocast
+from .autograd import first_order, no_autocast, run
 
 
 def complex_mul(a: Tensor, b: Tensor, *, interleaved: bool = True) -> Tensor:
@@ -30,13 +30,13 @@ def complex_mul(a: Tensor, b: Tensor, *, interleaved: bool = True) -> Tensor:
         (..., N): the first S pairs multiplied, the rest as in a.
     """
     _check_pairs(a, b)
-    return _apply(_ComplexMul, a, b, interleaved)
+    return run(_ComplexMul, a, b, interleaved)
 
 
 def complex_add(a: Tensor, b: Tensor, *, interleaved: bool = True) -> Tensor:
     """Add complex vectors held as real pairs; arguments and result as in `complex_mul`."""
     _check_pairs(a, b)
-    return _apply(_ComplexAdd, a, b, interleaved)
+    return run(_ComplexAdd, a, b, interleaved)
 
 
 def broadcast_streams(x: Tensor, weight: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def broadcast_streams(x: Tensor, weight: Tensor) -> Tensor:
             f"expected x (..., H, P) for a weight (H, R, P) = {tuple(weight.shape)}, got "
             f"{tuple(x.shape)}"
         )
-    return _apply(_BroadcastStreams, x, weight)
+    return run(_BroadcastStreams, x, weight)
 
 
 def mix_streams(y: Tensor, weight: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def mix_streams(y: Tensor, weight: Tensor) -> Tensor:
             f"expected y (..., H, R, P) for a weight (H, R, P) = {tuple(weight.shape)}, got "
             f"{tuple(y.shape)}"
         )
-    return _apply(_MixStreams, y, weight)
+    return run(_MixStreams, y, weight)
 
 
 @no_autocast
@@ -110,7 +110,7 @@ def complex_state_update(
         raise ValueError(f"decay has shape {tuple(decay.shape)}, expected {tuple(h.shape[:-2])}")
     if phasor is not None:
         h = complex_mul(h, phasor.unsqueeze(-2), interleaved=interleaved)
-    return _apply(_StateUpdate, h, v, k, decay)
+    return run(_StateUpdate, h, v, k, decay)
 
 
 def pairs(t: Tensor, count: int, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -231,21 +231,6 @@ class _StateUpdate(torch.autograd.Function):
         h, v, k, decay = ctx.saved_tensors
         grad_decay = (grad * h).sum((-2, -1))
         return grad * decay[..., None, None], k @ grad.mT, v @ grad, grad_decay
-
-
-def _apply(function, *args):
-    # autograd.Function.apply costs more than these ops themselves at decoding sizes.
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args):
-        return function.apply(*args)
-    return function.forward(_NoContext, *args)
-
-
-class _NoContext:
-    """Stands in for autograd's context where nothing is differentiated."""
-
-    @staticmethod
-    def save_for_backward(*tensors):
-        pass
 
 
 def _mul(a: Tensor, b: Tensor, interleaved: bool) -> Tensor:
