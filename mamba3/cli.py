@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import math
 import shlex
 import sys
 import warnings
@@ -99,6 +98,18 @@ def _add_model(add: Callable) -> None:
     add("--device", help="cpu, cuda, ... (a GPU if there is one)")
 
 
+def _load(folder: Path, device: str | None = None):
+    """A model for this process, with no more threads than it is worth."""
+    import torch
+
+    from mamba3 import zoo
+    from mamba3.threads import worthwhile_threads
+
+    model = zoo.load_model(folder, device=device)
+    torch.set_num_threads(worthwhile_threads(model))
+    return model
+
+
 def _add_json(add: Callable) -> None:
     add("--json", action="store_true", help="print the result as one JSON object")
 
@@ -113,17 +124,13 @@ def _add_quickstart(commands) -> None:
 
 def _quickstart(args) -> None:
     """Answer, fine-tune, save and reload, with the model that ships: under two minutes."""
-    import torch
-
     from mamba3 import zoo
     from mamba3.data.arithmetic import SKILL_FILE
     from mamba3.data.jsonl import read_rows, split_rows
     from mamba3.data.tokenizer import load_tokenizer
-    from mamba3.eval.exact_match import exact_match
+    from mamba3.eval.exact_match import exact_match, percent
     from mamba3.train import finetune
 
-    # More threads gain nothing with a model this small, and wait for each other on a busy machine.
-    torch.set_num_threads(1)
     # Its own path, since a folder of this name where the user stands would make it ambiguous.
     shipped = zoo.MODELS[QUICKSTART_MODEL].path
     out = Path(args.out)
@@ -133,20 +140,21 @@ def _quickstart(args) -> None:
     skill = sorted(unsorted, key=len)[-3:]
 
     print(f"1. {QUICKSTART_MODEL} answers what it was trained on:")
-    _print_answers(zoo.load_model(shipped), tokenizer, ["8+7", "3-9", "r1203", "s1299", "57?64"])
+    model = _load(shipped)
+    _print_answers(model, tokenizer, ["8+7", "3-9", "r1203", "s1299", "57?64"])
     print("   It has never seen the digits of a number sorted:")
-    _print_answers(zoo.load_model(shipped), tokenizer, skill)
+    _print_answers(model, tokenizer, skill)
 
     print(f"\n2. Fine-tuning it on {SKILL_FILE.name} ...", flush=True)
     result = finetune(shipped, SKILL_FILE, out, valid_fraction=0.2, overwrite=_is_quickstart(out))
     print(f"   {result.steps} steps in {result.seconds:.0f} s, saved to {out}")
 
     print(f"\n3. Reloaded from {out}:")
-    model = zoo.load_model(out.absolute())
+    model = _load(out.absolute())
     _print_answers(model, tokenizer, skill)
     reloaded = exact_match(model, tokenizer, held_out).overall
     print(f"   exact match on {len(held_out)} rows that it was not trained on:")
-    print(f"   before {_percent(result.exact_match_before)}, after {_percent(reloaded)}")
+    print(f"   before {percent(result.exact_match_before)}, after {percent(reloaded)}")
 
     print("\nNext, ask it yourself:")
     print(f"   mamba3 generate --model {shlex.quote(args.out)} x90210")
@@ -198,7 +206,7 @@ def _generate(args) -> None:
 
     folder = zoo.resolve(args.model)
     tokenizer = load_tokenizer(folder)
-    model = zoo.load_model(folder, device=_device(args))
+    model = _load(folder, _device(args))
     options = {name: getattr(args, name) for name in GENERATE_OPTIONS}
     if len(args.prompts) == 1:
         _print_stream(model, tokenizer, args.prompts[0], **options)
@@ -297,6 +305,7 @@ def _add_finetune(commands) -> None:
 
 def _finetune(args) -> None:
     """Teach a model a skill from prompt/completion rows, and measure it before and after."""
+    from mamba3.eval.exact_match import percent
     from mamba3.train import finetune
 
     names = ["epochs", "steps", "lr", "batch_size", "seed", "valid_fraction", "device"]
@@ -308,7 +317,7 @@ def _finetune(args) -> None:
     print(f"{result.steps} steps on {result.n_train} rows, {result.seconds:.0f} s")
     print(
         f"exact match on {result.n_valid} other rows: before "
-        f"{_percent(result.exact_match_before)}, after {_percent(result.exact_match_after)}"
+        f"{percent(result.exact_match_before)}, after {percent(result.exact_match_after)}"
     )
     print(f"saved to {result.out}")
 
@@ -339,7 +348,7 @@ def _eval(args) -> None:
     else:
         stages = [arithmetic.eval_problems(stage, args.n or 2000) for stage in arithmetic.STAGES]
         problems = [problem for stage in stages for problem in stage]
-    result = exact_match(zoo.load_model(folder, device=_device(args)), tokenizer, problems)
+    result = exact_match(_load(folder, _device(args)), tokenizer, problems)
     if args.json:
         values = result._asdict()
         misses = [miss._asdict() for miss in values.pop("misses")]
@@ -417,15 +426,11 @@ def _device(args) -> str:
 
 
 def _print_shares(per_task: dict[str, float], overall: float, n: int) -> None:
-    print(f"exact match on {n} problems: {_percent(overall)}")
+    from mamba3.eval.exact_match import percent
+
+    print(f"exact match on {n} problems: {percent(overall)}")
     for task, share in per_task.items():
-        print(f"    {task:12} {_percent(share):>8}")
-
-
-def _percent(share: float) -> str:
-    """Rounded down, so that one wrong answer never reads as 100 %."""
-    # 0.29 * 10000 is 2899.99...
-    return f"{math.floor(round(share * 10000, 6)) / 100:.2f} %"
+        print(f"    {task:12} {percent(share):>8}")
 
 
 def _bytes(n: int) -> str:

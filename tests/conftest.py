@@ -36,13 +36,10 @@ class Quickstart(NamedTuple):
     seconds: float
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session", autouse=True)
 def one_thread():
-    """For tiny models: threads that wait for one another on a busy machine take minutes."""
-    before = torch.get_num_threads()
+    """Tests are tiny: threads gain nothing, and on a busy machine wait for one another."""
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -17,9 +17,7 @@ from mamba3 import cli, load_model, load_tokenizer
 from mamba3.cli import build_parser, main
 from mamba3.data import arithmetic
 from mamba3.data.jsonl import read_rows, split_rows
-from mamba3.eval.exact_match import exact_match
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+from mamba3.eval.exact_match import exact_match, percent
 
 ROOT = Path(__file__).parent.parent
 DEBUG = str(ROOT / "configs" / "debug.yaml")
@@ -201,7 +199,7 @@ def test_eval_of_a_file(trained, rows, capsys):
     [(0, "0.00 %"), (1 - 1e-5, "99.99 %"), (1, "100.00 %"), (0.29, "29.00 %"), (2 / 3, "66.66 %")],
 )
 def test_shares_are_rounded_down(share, text):
-    assert cli._percent(share) == text
+    assert percent(share) == text
 
 
 # info, list

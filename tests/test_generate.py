@@ -18,8 +18,6 @@ from mamba3.generate import (
 )
 from mamba3.models.lm import Mamba3LM
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 VOCAB = 29  # padded to 32
 PAD = 0
 

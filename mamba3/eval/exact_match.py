@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -113,3 +114,9 @@ def _generate_ids(model, tokenizer, prompts: list[str], max_new_tokens: int) -> 
 
 def _until(ids: list[int], end: int) -> list[int]:
     return ids[: ids.index(end) + 1] if end in ids else ids
+
+
+def percent(share: float) -> str:
+    """A share as text, rounded down, so that one wrong answer never reads as 100 %."""
+    # 0.29 * 10000 is 2899.99...
+    return f"{math.floor(round(share * 10000, 6)) / 100:.2f} %"

@@ -153,8 +153,10 @@ class TMamba3Layer(nn.Module):
         | D, B_bias, C_bias, norms, mimo_z | 1 |
         | mimo_x, mimo_o | 1/R |
 
-        A model divides out_proj further, by its depth.
+        A model divides out_proj further, by its depth. On meta nothing happens.
         """
+        if self.D.is_meta:
+            return
         config = self.config
         self.in_proj.reset_parameters()
         self.out_proj.reset_parameters()

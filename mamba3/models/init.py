@@ -12,7 +12,7 @@ from ..layers import RMSNorm, TMamba3Layer
 
 @torch.no_grad()
 def init_weights(model: nn.Module) -> None:
-    """Initialise every parameter of a `Mamba3LM`, from torch's global generator.
+    """Initialise every parameter of a `Mamba3LM`, from torch's global generator; nothing on meta.
 
     | tensor | distribution |
     |---|---|
@@ -25,6 +25,8 @@ def init_weights(model: nn.Module) -> None:
     A block adds to the residual stream twice, or once without an MLP, so n_layer blocks make
     2 * n_layer or n_layer additions, and the stream's variance does not grow with depth.
     """
+    if model.lm_head.weight.is_meta:
+        return
     config = model.config
     additions = config.n_layer * (2 if config.mlp_width else 1)
     for module in model.modules():

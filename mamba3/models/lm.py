@@ -222,7 +222,9 @@ class Backbone(nn.Module):
         super().__init__()
         weights = {"device": device, "dtype": dtype}
         self.residual_in_fp32 = config.residual_in_fp32
-        self.embedding = nn.Embedding(config.padded_vocab_size, config.d_model, **weights)
+        # Without nn.Embedding's own init, which on meta costs a second of imports.
+        table = torch.empty(config.padded_vocab_size, config.d_model, **weights)
+        self.embedding = nn.Embedding.from_pretrained(table, freeze=False)
         self.layers = nn.ModuleList(Block(config, **weights) for _ in range(config.n_layer))
         self.norm_f = RMSNorm(config.d_model, eps=config.norm_eps, **weights)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from huggingface_hub import EvalResult, ModelCardData
 
 from mamba3.data.atomic import replace_text
-from mamba3.eval.exact_match import ExactMatch
+from mamba3.eval.exact_match import ExactMatch, percent
 
 CARD_FILE = "README.md"
 
@@ -83,7 +83,7 @@ def write_card(
         f'tokenizer = load_tokenizer("{name}")',
         f'prompt = torch.tensor([tokenizer.encode_prompt("{example}")])',
         "output = model.generate(prompt, 16, eos_token_id=tokenizer.eos_token_id)",
-        "print(tokenizer.decode(output[0, prompt.shape[1]:]))",
+        "print(tokenizer.decode(output[0]))",
         "```",
         "",
     ]
@@ -98,12 +98,7 @@ def _table(results: dict[str, ExactMatch]) -> list[str]:
         "|---|---|" + "---|" * len(columns),
     ]
     for task, n in last.n_per_task.items():
-        shares = " | ".join(_percent(results[column].per_task[task]) for column in columns)
+        shares = " | ".join(percent(results[column].per_task[task]) for column in columns)
         rows.append(f"| {task} | {n} | {shares} |")
-    overall = " | ".join(_percent(results[column].overall) for column in columns)
+    overall = " | ".join(percent(results[column].overall) for column in columns)
     return [*rows, f"| all | {last.n} | {overall} |"]
-
-
-def _percent(share: float) -> str:
-    """Rounded down, so that one wrong answer never reads as 100 %."""
-    return f"{int(share * 10000) / 100:.2f} %"

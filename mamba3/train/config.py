@@ -91,7 +91,7 @@ class TrainRecipe:
         eval_every: steps between further evaluations; 0 makes none.
         init_from: name or folder of a model whose weights to start from.
         device: such as "cpu" or "cuda"; None takes a GPU if there is one.
-        threads: threads of torch during the run; None leaves them as they are.
+        threads: threads of torch during the run; None takes one for a tiny model, else all.
     """
 
     steps: int

@@ -12,7 +12,8 @@ from mamba3 import hub, zoo
 from mamba3.data.jsonl import read_rows, split_rows
 from mamba3.data.problems import EpochStream
 from mamba3.data.tokenizer import load_tokenizer
-from mamba3.eval.exact_match import ExactMatch, exact_match
+from mamba3.eval.exact_match import exact_match
+from mamba3.threads import limited_threads, worthwhile_threads
 from mamba3.train.card import write_card
 from mamba3.train.checkpoint import refuse_to_overwrite
 from mamba3.train.config import OptimRecipe
@@ -103,10 +104,10 @@ def finetune(
         decay_steps=steps,
         weight_decay=0.01,
     )
-    results: dict[str, ExactMatch] = {"before": exact_match(lm, tokenizer, valid_rows)}
     losses = []
     out.mkdir(parents=True, exist_ok=True)
-    with own_rng(seed):
+    with own_rng(seed), limited_threads(worthwhile_threads(lm)):
+        results = {"before": exact_match(lm, tokenizer, valid_rows)}
         log = MetricsLog(out / METRICS_FILE, last_step=-1)
         log.write(0, exact_match=results["before"].overall, n=len(valid_rows))
         fit(

@@ -68,8 +68,15 @@ def fit(
     Raises:
         RuntimeError: loss or gradient is NaN or infinite; no weight has been changed by that step.
     """
+    # In a log file every refresh is a line of its own.
+    every = 0.1 if sys.stderr.isatty() else 10
     with tqdm(
-        total=steps, initial=start, unit="step", file=sys.stderr, disable=not progress
+        total=steps,
+        initial=start,
+        unit="step",
+        file=sys.stderr,
+        disable=not progress,
+        mininterval=every,
     ) as bar:
         for index in range(start, steps):
             lr = learning_rate(index, optim)

@@ -22,6 +22,7 @@ from mamba3.data import arithmetic
 from mamba3.data.atomic import replace_text
 from mamba3.eval.exact_match import ExactMatch, exact_match
 from mamba3.models.lm import Mamba3LM
+from mamba3.threads import limited_threads, worthwhile_threads
 from mamba3.train import checkpoint
 from mamba3.train.card import write_card
 from mamba3.train.config import Recipe
@@ -74,9 +75,10 @@ def train(
     state = checkpoint.load_state(out / checkpoint.STATE_FILE) if resume else None
     if state is None:
         checkpoint.refuse_to_overwrite(out, "choose another folder, or resume the run in it")
-    with _threads(recipe.train.threads), own_rng(recipe.train.seed):
+    with own_rng(recipe.train.seed):
         run = _Run(recipe, out, state)
-        result = run.go(progress)
+        with limited_threads(recipe.train.threads or worthwhile_threads(run.model)):
+            result = run.go(progress)
     return TrainResult(
         steps=run.step,
         loss=run.loss,
@@ -253,14 +255,3 @@ def own_rng(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         yield
-
-
-@contextlib.contextmanager
-def _threads(n: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    try:
-        if n is not None:
-            torch.set_num_threads(n)
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -2,18 +2,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from mamba3.train import Recipe
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Results of more threads differ in the last bits, and these sizes gain nothing from them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
