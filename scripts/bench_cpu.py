@@ -1,6 +1,6 @@
 """Speed and memory of one layer on a CPU: checks the numbers, then times, then prints a table.
 
-    python scripts/bench_cpu.py [--threads N] [--json FILE]
+    python scripts/bench_cpu.py [--threads N] [--json FILE] [--quick]
 
 Shapes are B4 L512 d_model 256, N 64, P 64, float32, SISO and MIMO R = 4. Compared are
 
@@ -30,6 +30,7 @@ from tqdm import tqdm
 from mamba3 import TMamba3Layer, ops
 
 BATCH, LENGTH, WIDTH = 4, 512, 256
+LONG = (4096, 8192, 16384)
 KINDS = {"SISO": {}, "MIMO R=4": {"is_mimo": True, "mimo_rank": 4}}
 
 
@@ -68,11 +69,11 @@ def check(kind: str) -> float:
     )
 
 
-def scan_times(kind: str) -> list[float]:
+def scan_times(kind: str, batch: int, length: int) -> list[float]:
     """Milliseconds of the scan alone, forward + backward: chunked, reference."""
     layer = make_layer(kind)
     with torch.no_grad():
-        tensors, options = layer._project(torch.randn(BATCH, LENGTH, WIDTH))
+        tensors, options = layer._project(torch.randn(batch, length, WIDTH))
     tensors = [t.detach().clone().requires_grad_() for t in tensors]
     grad = torch.randn_like(tensors[0])
 
@@ -86,11 +87,11 @@ def scan_times(kind: str) -> list[float]:
     return [chunked, reference]
 
 
-def layer_times(kind: str) -> list[float]:
+def layer_times(kind: str, batch: int, length: int) -> list[float]:
     """Milliseconds: layer forward, its floor; layer forward + backward, its floor."""
     layer = make_layer(kind)
-    u = torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True)
-    grad = torch.randn(BATCH, LENGTH, WIDTH)
+    u = torch.randn(batch, length, WIDTH, requires_grad=True)
+    grad = torch.randn(batch, length, WIDTH)
     inner = layer.config.d_inner
     sizes = (inner, inner, layer.in_proj.out_features - 2 * inner)
 
@@ -140,12 +141,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", help="also write the results to this file")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes: shows that it works, measures nothing"
+    )
     parser.add_argument("--peak", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peak:
         kind, *sizes = args.peak
         return print_peak(kind, *map(int, sizes))
     torch.set_num_threads(args.threads)
+    batch, length, long = (1, 33, (64,)) if args.quick else (BATCH, LENGTH, LONG)
     results = {
         "machine": platform.machine(),
         "torch": torch.__version__,
@@ -157,8 +162,8 @@ def main() -> None:
         worst = check(kind)
         if not worst < 1e-4:
             raise SystemExit(f"{kind}: relative error {worst:.1e} against float64; not timing it")
-        forward, floor_forward, both, floor_both = layer_times(kind)
-        chunked, reference = scan_times(kind)
+        forward, floor_forward, both, floor_both = layer_times(kind, batch, length)
+        chunked, reference = scan_times(kind, batch, length)
         results[kind] = {
             "error": worst,
             "scan_ms": chunked,
@@ -170,8 +175,8 @@ def main() -> None:
             "both_floor_ms": floor_both,
             "layer_ratio": both / floor_both,
             "step_ms": step_time(kind),
-            "peak_mb": peak_memory(kind, BATCH, LENGTH),
-            "peak_mb_by_length": {n: peak_memory(kind, 1, n) for n in (4096, 8192, 16384)},
+            "peak_mb": peak_memory(kind, batch, length),
+            "peak_mb_by_length": {n: peak_memory(kind, 1, n) for n in long},
         }
     print_table(results)
     if args.json:
@@ -201,7 +206,7 @@ def print_table(results: dict) -> None:
     print(f"{'':34}" + "".join(f"{kind:>12}" for kind in KINDS))
     for label, key, form in rows:
         print(f"{label:34}" + "".join(f"{form.format(results[k][key]):>12}" for k in KINDS))
-    for length in (4096, 8192, 16384):
+    for length in results["SISO"]["peak_mb_by_length"]:
         cells = (f"{results[k]['peak_mb_by_length'][length]:.0f}" for k in KINDS)
         print(f"{f'peak memory, B1 L{length}, MB':34}" + "".join(f"{c:>12}" for c in cells))
 

@@ -47,7 +47,8 @@ RUN = [
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory, shell_in):
     folder = tmp_path_factory.mktemp("readme")
-    (folder / "configs").symlink_to(ROOT / "configs")
+    for name in ("configs", "scripts"):
+        (folder / name).symlink_to(ROOT / name)
     return shell_in(folder)
 
 
@@ -71,7 +72,8 @@ def test_block(shell, block, printed):
         done = shell(f"python -W error -c {shlex.quote(block.code)}")
     else:
         lines = [line for line in block.code.splitlines() if line not in INSTALL]
-        assert all(line.startswith("mamba3 ") for line in lines)
+        assert all(line.startswith(("mamba3 ", "python scripts/")) for line in lines)
+        lines = [f"{line} --quick" if "scripts/" in line else line for line in lines]
         done = shell("\n".join(lines))
     assert done.returncode == 0, done.stderr
     if printed is not None:
