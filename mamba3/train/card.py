@@ -6,7 +6,7 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from mamba3.data.atomic import replace_text
+from mamba3.atomic import replace_text
 from mamba3.eval.exact_match import ExactMatch, percent
 
 CARD_FILE = "README.md"

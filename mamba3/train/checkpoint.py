@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mamba3.data.atomic import replace_file
+from mamba3.atomic import replace_file
 
 STATE_FILE = "training_state.pt"
 # What may change when a run continues: it decides how long it goes and what is looked at, not what

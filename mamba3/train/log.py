@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mamba3.data.atomic import replace_file
+from mamba3.atomic import replace_file
 
 METRICS_FILE = "metrics.jsonl"
 

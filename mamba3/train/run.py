@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 
 from mamba3 import hub, zoo
+from mamba3.atomic import replace_text
 from mamba3.config import Mamba3Config
 from mamba3.data import arithmetic
-from mamba3.data.atomic import replace_text
 from mamba3.eval.exact_match import ExactMatch, exact_match
 from mamba3.models.lm import Mamba3LM
 from mamba3.threads import limited_threads, worthwhile_threads

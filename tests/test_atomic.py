@@ -2,7 +2,7 @@ import errno
 
 import pytest
 
-from mamba3.data.atomic import replace_file, replace_text
+from mamba3.atomic import replace_file, replace_text
 
 
 def test_replace(tmp_path):
