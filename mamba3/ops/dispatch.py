@@ -1,34 +1,44 @@
 """Which implementation an op runs on: reference, torch or triton.
 
 The choice is the process's, never the model's: the environment variable MAMBA3_BACKEND or
-`use_backend`, else the best that is available. `explain` says which one it is and why.
+`use_backend`, else the best that the tensors' device has. `explain` says which one it is and why.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import importlib.util
 import os
 from collections.abc import Iterator
 
+import torch
+
 BACKENDS = ("reference", "torch", "triton")
+# The ops that have a Triton kernel; under the triton backend the others run on the torch path.
+TRITON_OPS = ("mamba3_step",)
 
 _override: contextvars.ContextVar[str | None] = contextvars.ContextVar("backend", default=None)
 
 
-def backend() -> str:
-    """Name of the implementation that ops run on now.
+def backend(device: torch.device | str | None = None) -> str:
+    """Name of the implementation that ops on a device run on now.
+
+    Args:
+        device: of the tensors; None is a GPU where there is one, else the CPU.
 
     Raises:
         ValueError: MAMBA3_BACKEND or `use_backend` names none of `BACKENDS`.
         RuntimeError: the one asked for is not available, with the remedy.
     """
-    return _choose()[0]
+    return _choose(_device(device))[0]
 
 
-def explain() -> str:
-    """One sentence: which backend is in use, and why."""
-    name, reason = _choose()
+def explain(device: torch.device | str | None = None) -> str:
+    """One sentence: which backend is in use on a device, and why; `device` as in `backend`."""
+    name, reason = _choose(_device(device))
+    if name == "triton":
+        reason += f"; it has {', '.join(TRITON_OPS)}, the other ops run on the torch path"
     return f"{name}: {reason}"
 
 
@@ -38,7 +48,7 @@ def use_backend(name: str) -> Iterator[None]:
 
     Args:
         name: "reference" (sequential, the ground truth), "torch" (chunked, any device) or
-            "triton".
+            "triton" (kernels for GPUs; on a CPU only under Triton's interpreter).
     """
     _check(name, "use_backend")
     token = _override.set(name)
@@ -48,20 +58,41 @@ def use_backend(name: str) -> Iterator[None]:
         _override.reset(token)
 
 
-def _choose() -> tuple[str, str]:
-    if (name := _override.get()) is not None:
-        return name, "asked for with mamba3.ops.use_backend"
-    if name := os.environ.get("MAMBA3_BACKEND"):
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)
+
+
+def _choose(device: torch.device) -> tuple[str, str]:
+    name, source = _override.get(), "mamba3.ops.use_backend"
+    if name is None and (name := os.environ.get("MAMBA3_BACKEND")):
+        source = "the environment variable MAMBA3_BACKEND"
         _check(name, "MAMBA3_BACKEND")
-        return name, "asked for with the environment variable MAMBA3_BACKEND"
-    return "torch", "the chunked torch path is the fastest one of this version, on every device"
+    if name == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError(
+            f"{source} asks for the triton backend, but the tensors are on {device.type}: move "
+            "them to a GPU, use 'torch', or set TRITON_INTERPRET=1 to run the kernels, slowly, in "
+            "Triton's interpreter"
+        )
+    if name is not None:
+        return name, f"asked for with {source}"
+    if device.type == "cuda" and _has_triton():
+        return "triton", f"the tensors are on a GPU ({device.type}) and Triton is installed"
+    if device.type == "cuda":
+        return "torch", "Triton, which has kernels for this GPU, is not installed"
+    return "torch", f"the chunked torch path is the fastest one on {device.type}"
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _check(name: str, source: str) -> None:
     if name not in BACKENDS:
         raise ValueError(f"{source} is {name!r}, expected one of {', '.join(BACKENDS)}")
-    if name == "triton":
+    if name == "triton" and not _has_triton():
         raise RuntimeError(
-            f"{source} asks for the triton backend, which this version does not have yet; "
-            "use 'torch', which runs on GPUs too"
+            f"{source} asks for the triton backend, but Triton is not installed: "
+            "python -m pip install triton (Linux), or use 'torch'"
         )

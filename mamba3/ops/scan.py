@@ -107,7 +107,7 @@ def mamba3_scan(
     mimo = None if mimo is None else tuple(t.to(wide) for t in mimo)
     tensors += [z, mimo, norm_weight, norm_eps]
     state = state.to(wide)
-    if backend() != "reference":
+    if backend(x.device) != "reference":
         y, state = mamba3_scan_chunked(*tensors, state, cu_seqlens, chunk_size)
     elif cu_seqlens is None:
         y, state = mamba3_scan_reference(*tensors, state)

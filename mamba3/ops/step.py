@@ -33,7 +33,8 @@ def mamba3_step(
 ) -> tuple[Tensor, Mamba3State]:
     """Advance every sequence by one token; the same function as `mamba3_scan` at L = 1.
 
-    Differentiable, and functional: the state passed in is left as it is.
+    Differentiable, and functional: the state passed in is left as it is. On a GPU, where nothing
+    is differentiated, it is one Triton kernel.
 
     Args:
         x, b, c, dt, a, lam, rate, z: as in `mamba3_scan`, without the dimension L.
@@ -58,17 +59,32 @@ def mamba3_step(
                 device="meta",
             )
         )
+    chosen = backend(x.device)
+    arguments = [x, b, c, dt, a, lam, rate, b_bias, c_bias, d, z]
+    tensors = [*arguments, *(mimo or ()), norm_weight, *state]
+    if chosen == "triton" and not _needs_more_than_the_kernel(tensors):
+        from .triton.step import step
+
+        return step(*arguments, mimo, norm_weight, norm_eps, state)
     wide = state.h.dtype
     tensors = [t if t.dtype == wide else t.to(wide) for t in (x, b, c, dt, a, lam, rate)]
     weights = [t if t.dtype == wide else t.to(wide) for t in (b_bias, c_bias, d)]
     z = None if z is None else z.to(wide)
-    if backend() == "reference":
+    if chosen == "reference":
         tensors = [t.unsqueeze(1) for t in tensors]
         z = None if z is None else z.unsqueeze(1)
         y, state = mamba3_scan_reference(*tensors, *weights, z, mimo, norm_weight, norm_eps, state)
         return y.squeeze(1).to(x.dtype), state
     y, state = _step(*tensors, *weights, z, mimo, norm_weight, norm_eps, state)
     return y.to(x.dtype), state
+
+
+def _needs_more_than_the_kernel(tensors: list[Tensor | None]) -> bool:
+    """Whether something is differentiated, or in float64: the kernel does neither."""
+    present = [t for t in tensors if t is not None]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in present):
+        return True
+    return any(t.dtype == torch.float64 for t in present)
 
 
 @no_autocast

@@ -5,13 +5,18 @@ import torch
 from compare import scan_inputs
 
 from mamba3 import ops
-from mamba3.ops import reference, scan
+from mamba3.ops import dispatch, reference, scan
 
 
 def test_default_and_its_reason(monkeypatch):
     monkeypatch.delenv("MAMBA3_BACKEND", raising=False)
-    assert ops.backend() == "torch"
-    assert ops.explain().startswith("torch: the chunked torch path")
+    assert ops.backend("cpu") == "torch"
+    assert ops.explain("cpu") == "torch: the chunked torch path is the fastest one on cpu"
+    assert ops.backend("cuda") == "triton"
+    assert ops.explain("cuda").startswith("triton: the tensors are on a GPU (cuda)")
+    assert "mamba3_step, the other ops run on the torch path" in ops.explain("cuda")
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
+    assert ops.explain("cuda").startswith("torch: Triton, which has kernels for this GPU")
 
 
 def test_environment_and_override(monkeypatch):
@@ -19,11 +24,11 @@ def test_environment_and_override(monkeypatch):
     assert ops.backend() == "reference"
     assert "MAMBA3_BACKEND" in ops.explain()
     with ops.use_backend("torch"):
-        assert ops.backend() == "torch"
+        assert ops.backend("cpu") == "torch"
         assert "use_backend" in ops.explain()
         with ops.use_backend("reference"):
             assert ops.backend() == "reference"
-        assert ops.backend() == "torch"
+        assert ops.backend("cpu") == "torch"
     assert ops.backend() == "reference"
 
 
@@ -48,8 +53,18 @@ def test_the_chosen_one_runs(monkeypatch):
 def test_bad_names(monkeypatch):
     with pytest.raises(ValueError, match="use_backend is 'cuda', expected one of reference"):
         ops.use_backend("cuda").__enter__()
-    with pytest.raises(RuntimeError, match=r"asks for the triton backend.*use 'torch'"):
-        ops.use_backend("triton").__enter__()
     monkeypatch.setenv("MAMBA3_BACKEND", "quick")
     with pytest.raises(ValueError, match="MAMBA3_BACKEND is 'quick'"):
         ops.backend()
+
+
+def test_triton_where_it_cannot_run(monkeypatch):
+    _, call = scan_inputs(length=2)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with ops.use_backend("triton"):
+        assert ops.backend("cuda") == "triton"
+        with pytest.raises(RuntimeError, match="tensors are on cpu: move them to a GPU"):
+            ops.mamba3_scan(**call)
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
+    with pytest.raises(RuntimeError, match="Triton is not installed: python -m pip install"):
+        ops.use_backend("triton").__enter__()

@@ -1,0 +1,1 @@
+"""Triton kernels and their launchers, imported when one is first used."""
