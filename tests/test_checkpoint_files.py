@@ -139,6 +139,7 @@ def test_code_in_a_pickle_is_not_run(official, tmp_path, form):
         ({"module.a": torch.zeros(2), "a": torch.zeros(2)}, "holds 'a' twice"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of older torch
 def test_pickles_of_other_things(official, data, message):
     torch.save(data, official / OFFICIAL)
     assert_refused(official, OFFICIAL, message)

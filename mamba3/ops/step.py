@@ -39,7 +39,8 @@ def mamba3_step(
     Args:
         x, b, c, dt, a, lam, rate, z: as in `mamba3_scan`, without the dimension L.
         b_bias, c_bias, d, mimo, norm_weight, norm_eps: as in `mamba3_scan`.
-        state: the state of the B sequences, as returned here or by `mamba3_scan`.
+        state: the state of the B sequences, as returned here or by `mamba3_scan`; h may be kept in
+            bfloat16, which halves what a step reads and writes.
 
     Returns:
         The output (B, H, P) in x's dtype, and the new state.
@@ -66,16 +67,22 @@ def mamba3_step(
         from .triton.step import step
 
         return step(*arguments, mimo, norm_weight, norm_eps, state)
-    wide = state.h.dtype
+    stored, wide = state.h.dtype, torch.promote_types(state.h.dtype, torch.float32)
+    if stored != wide:
+        state = state.to(wide)
     tensors = [t if t.dtype == wide else t.to(wide) for t in (x, b, c, dt, a, lam, rate)]
     weights = [t if t.dtype == wide else t.to(wide) for t in (b_bias, c_bias, d)]
     z = None if z is None else z.to(wide)
     if chosen == "reference":
         tensors = [t.unsqueeze(1) for t in tensors]
         z = None if z is None else z.unsqueeze(1)
-        y, state = mamba3_scan_reference(*tensors, *weights, z, mimo, norm_weight, norm_eps, state)
-        return y.squeeze(1).to(x.dtype), state
-    y, state = _step(*tensors, *weights, z, mimo, norm_weight, norm_eps, state)
+        rest = (z, mimo, norm_weight, norm_eps, state)
+        y, state = mamba3_scan_reference(*tensors, *weights, *rest)
+        y = y.squeeze(1)
+    else:
+        y, state = _step(*tensors, *weights, z, mimo, norm_weight, norm_eps, state)
+    if stored != wide:
+        state = state._replace(h=state.h.to(stored))
     return y.to(x.dtype), state
 
 

@@ -15,6 +15,7 @@ SHAPES = {
     "siso-no-rotation": {"angles": 0, "heads": 1},
     "siso-P80-N48": {"headdim": 80, "d_state": 48, "angles": 12, "heads": 3, "batch": 1},
     "siso-P24-N256": {"headdim": 24, "d_state": 256, "angles": 64, "heads": 1, "batch": 1},
+    "siso-P-in-parts": {"headdim": 50, "d_state": 256, "angles": 128, "heads": 2, "batch": 1},
     "siso-H24": {"heads": 24, "headdim": 8, "groups": 3, "d_state": 6, "batch": 1},
     "mimo-R1": {"mimo": True, "rank": 1},
     "mimo-R3-norm-groups": {"mimo": True, "rank": 3, "norm": True, "groups": 4, "angles": 5},
@@ -79,14 +80,14 @@ def test_kernel_equals_reference(shape, dtype, launches):
     assert_close(got[1:], expected[1:], TOLERANCE[torch.float32], "state")
 
 
-def test_half_precision_state(launches):
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_half_precision_state(backend):
     calls, state = tokens(3, mimo=True, rank=2)
     expected = walk(*in_float64(calls, state), "reference")
-    state = state._replace(h=state.h.bfloat16())
-    got = walk(calls, state, "triton")
-    assert len(launches) == 3
-    assert got[1].dtype == torch.bfloat16
-    assert_close(got[1:2], expected[1:2], 2 * TOLERANCE[torch.bfloat16], "h")
+    got = walk(calls, state._replace(h=state.h.bfloat16()), backend)
+    assert [t.dtype for t in got] == [torch.float32, torch.bfloat16] + [torch.float32] * 3
+    assert_close(got[:2], expected[:2], 2 * TOLERANCE[torch.bfloat16], "output and h")
+    assert_close(got[2:], expected[2:], TOLERANCE[torch.float32], "state")
 
 
 def test_nothing_passed_in_changes():

@@ -1,6 +1,6 @@
 """Kernel of `mamba3.ops.mamba3_step`: one token for every head, read once and written once.
 
-A program owns the state of one head of one sequence, a P x N tile, in registers:
+A program keeps the state of one head of one sequence, or of some of its P channels, in registers:
 
     k_r = rotate(B_r + B_bias_r),  q_r = rotate(C_r + C_bias_r),  v_r = x * mimo_x_r
     h   = alpha h + sum_r (beta v_prev_r k_prev_r^T + gamma v_r k_r^T)
@@ -21,6 +21,10 @@ from torch import Tensor
 
 from ..reference import TAU_HIGH, TAU_LOW
 from ..state import Mamba3State
+
+# Elements of h that a program, and a warp of it, keep in registers.
+PROGRAM_ELEMENTS = 4096
+WARP_ELEMENTS = 4096
 
 _TAU_HIGH = tl.constexpr(TAU_HIGH)
 _TAU_LOW = tl.constexpr(TAU_LOW)
@@ -55,11 +59,16 @@ def _step_kernel(
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
     MIMO: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
+    program, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, head = program // heads, program % heads
     group = head // per_group
-    p, lane = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
+    p, lane = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
     in_p, in_n = p < P, lane < N
+
+    # Asked for first: all that does not need it is computed while it is on its way.
+    tile = program * P * N + p[:, None] * N + lane[None, :]
+    in_tile = in_p[:, None] & in_n[None, :]
+    h = tl.load(h_ptr + tile, in_tile, 0.0)
 
     dt = tl.load(dt_ptr + row * dt_stride + head).to(tl.float32)
     lam = tl.load(lam_ptr + row * lam_stride + head).to(tl.float32)
@@ -85,21 +94,19 @@ def _step_kernel(
     s = tl.arange(0, BLOCK_S)
     rate = tl.load(rate_ptr + row * rate_stride + s, s < S, 0.0).to(tl.float32)
     phase = _advance(tl.load(phase_ptr + program * S + s, s < S, 0.0), rate, dt)
-    tl.store(phase_out_ptr + program * S + s, phase, s < S)
+    tl.store(phase_out_ptr + program * S + s, phase, s < tl.where(part == 0, S, 0))
 
     x = tl.load(x_ptr + row * x_stride + head * P + p, in_p, 0.0).to(tl.float32)
     x_prev = tl.load(x_prev_ptr + program * P + p, in_p, 0.0).to(tl.float32)
     tl.store(x_out_ptr + program * P + p, x, in_p)
 
-    tile = program * P * N + p[:, None] * N + lane[None, :]
-    in_tile = in_p[:, None] & in_n[None, :]
-    h = alpha * tl.load(h_ptr + tile, in_tile, 0.0).to(tl.float32)
+    h = alpha * h.to(tl.float32)
     for r in tl.static_range(R):
         maps, bias = b_ptr + row * b_stride + (r * G + group) * N, b_bias_ptr + (head * R + r) * N
         k = _rotated(maps, bias, lane, partner, in_n, cos, sin)
         place = ((row * R + r) * heads + head) * N + lane
         k_prev = tl.load(k_ptr + place, in_n, 0.0).to(tl.float32)
-        tl.store(k_out_ptr + place, k, in_n)
+        tl.store(k_out_ptr + place, k, lane < tl.where(part == 0, N, 0))
         v, v_prev = gamma * x, beta * x_prev
         if MIMO:
             weight = tl.load(mimo_x_ptr + (head * R + r) * P + p, in_p, 0.0)
@@ -147,10 +154,12 @@ def step(
     rows = [_dense_rows(t) for t in (x, x if z is None else z, b, c, dt, a, lam, rate)]
     weights = [t.contiguous().float() for t in (b_bias, c_bias, d)]
     streams = [t.contiguous().float() for t in mimo] if mimo else [d] * 3
-    block_p, block_n = (max(16, triton.next_power_of_2(n)) for n in (headdim, d_state))
+    block_p, block_n = (triton.next_power_of_2(n) for n in (headdim, d_state))
+    if norm_weight is None:  # the norm needs all of a head's channels in one program
+        block_p = min(block_p, max(1, PROGRAM_ELEMENTS // block_n))
     on_device = torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
     with on_device:
-        _step_kernel[(batch * heads,)](
+        _step_kernel[(batch * heads, triton.cdiv(headdim, block_p))](
             *rows,
             *weights,
             *streams,
@@ -173,7 +182,7 @@ def step(
             MIMO=mimo is not None,
             GATE=z is not None,
             NORM=norm_weight is not None,
-            num_warps=min(16, max(1, block_p * block_n // 2048)),
+            num_warps=min(16, max(1, block_p * block_n // WARP_ELEMENTS)),
         )
     return y, new
 
