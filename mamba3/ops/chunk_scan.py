@@ -30,7 +30,7 @@ class ChunkScan(torch.autograd.Function):
         if steps:
             h_in[: steps[0].count] = h0[: steps[0].count]
         per_chunk = heads * rank * size * max(n, headdim, rank * size)
-        for block in blocks(steps, per_chunk):
+        for block in blocks(steps, per_chunk, x.device):
             rows = rows_of(block)
             q, k, v = _Maps(inputs, rows).forward()
             mask = _Mask(*(t[rows] for t in weights), rank)
@@ -64,7 +64,7 @@ class ChunkScan(torch.autograd.Function):
         grad_d = torch.zeros_like(d)
         grad_h = grad_final.clone()
         per_chunk = heads * rank * size * max(n, headdim, rank * size)
-        for block in reversed(blocks(ctx.steps, per_chunk)):
+        for block in reversed(blocks(ctx.steps, per_chunk, d.device)):
             rows = rows_of(block)
             maps = _Maps(inputs, rows)
             q, k, v = maps.forward()

@@ -178,7 +178,7 @@ class _GateMix(torch.autograd.Function):
         ctx.save_for_backward(y, z, mimo_z, mimo_o, norm_weight)
         ctx.norm_eps, ctx.steps = norm_eps, steps
         out = empty_split((len(y) // inner, inner, size, y.shape[1], y.shape[3]), y)
-        for block in blocks(steps, y[0].numel()):
+        for block in blocks(steps, y[0].numel(), y.device):
             rows, outer = rows_of(block), rows_of(block, inner)
             zb = None if z is None else z[outer]
             mixed = _gate_mix(y[rows], zb, mimo_z, mimo_o, norm_weight, norm_eps, size)
@@ -193,7 +193,7 @@ class _GateMix(torch.autograd.Function):
         # One gradient for y, z and every weight; None for what is not there.
         grads = [torch.empty_like(y), None if z is None else empty_split(z.shape, z)]
         grads += [None if t is None else torch.zeros_like(t) for t in weights]
-        for block in blocks(ctx.steps, y[0].numel()):
+        for block in blocks(ctx.steps, y[0].numel(), y.device):
             rows, outer = rows_of(block), rows_of(block, inner)
             parts = [y[rows], None if z is None else z[outer], *weights]
             leaves = [None if t is None else t.detach().requires_grad_() for t in parts]

@@ -12,6 +12,8 @@ from torch import Tensor
 
 # One block of chunks is worked on at a time, so that what it touches stays in a core's cache.
 BLOCK_ELEMENTS_PER_THREAD = 1 << 17
+# A GPU wants few launches instead; this keeps what a block takes beside the tensors under 1 GB.
+BLOCK_ELEMENTS_ON_GPU = 1 << 24
 
 
 def default_chunk_size(rank: int, length: int) -> int:
@@ -149,9 +151,12 @@ def empty_split(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return like.new_empty(shape[1], shape[0], *shape[2:]).transpose(0, 1)
 
 
-def blocks(steps: tuple[Step, ...], chunk_elements: int) -> list[list[Step]]:
+def blocks(steps: tuple[Step, ...], chunk_elements: int, device: torch.device) -> list[list[Step]]:
     """Group the steps of the recurrence over chunks, so that a block fills a cache, not more."""
-    enough = max(1, BLOCK_ELEMENTS_PER_THREAD * torch.get_num_threads() // chunk_elements)
+    limit = BLOCK_ELEMENTS_ON_GPU
+    if device.type == "cpu":
+        limit = BLOCK_ELEMENTS_PER_THREAD * torch.get_num_threads()
+    enough = max(1, limit // chunk_elements)
     found, chunks = [], enough
     for step in steps:
         if chunks >= enough:

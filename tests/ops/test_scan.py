@@ -14,7 +14,7 @@ from compare import (
     turned,
 )
 
-from mamba3.ops import Mamba3State, complex_state_update, mamba3_scan, use_backend
+from mamba3.ops import Mamba3State, chunking, complex_state_update, mamba3_scan, use_backend
 from mamba3.ops.chunking import default_chunk_size
 from mamba3.ops.reference import rotate
 
@@ -63,6 +63,23 @@ def test_chunk_size_changes_nothing(rank, chunk_size):
     tensors, _ = scan_inputs(length=67, rank=rank, mimo=rank > 1, heads=2)
     expected, expected_grads = run("reference", tensors)
     got, grads = run("torch", tensors, chunk_size=chunk_size)
+    assert_close(got, expected, TOLERANCE[torch.float64], "output")
+    assert_close(grads, expected_grads, 2 * TOLERANCE[torch.float64], "gradient")
+
+
+@pytest.mark.parametrize("block_elements", [1, 2000, 1 << 30])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("rank", [1, 3])
+def test_blocks_change_nothing(monkeypatch, rank, packed, block_elements):
+    monkeypatch.setattr(chunking, "BLOCK_ELEMENTS_PER_THREAD", block_elements)
+    shape = {"length": 47, "rank": rank, "mimo": rank > 1, "heads": 2, "norm": True}
+    options = {"chunk_size": 5}
+    if packed:
+        options["cu_seqlens"] = torch.tensor([0, 11, 11, 12, 40, 47])
+        shape |= {"batch": 1, "sequences": 5}
+    tensors, _ = scan_inputs(**shape)
+    expected, expected_grads = run("reference", tensors, **options)
+    got, grads = run("torch", tensors, **options)
     assert_close(got, expected, TOLERANCE[torch.float64], "output")
     assert_close(grads, expected_grads, 2 * TOLERANCE[torch.float64], "gradient")
 
