@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..config import Mamba3Config
 from ..layers import Block, RMSNorm
 from ..layers.ragged import Ragged
-from ..ops import Mamba3State
+from ..ops import Mamba3State, linear_cross_entropy
 from .init import init_weights
 
 IGNORE = -100
@@ -38,12 +38,13 @@ class LMOutput(NamedTuple):
     """What a model returns.
 
     Fields:
-        logits: (B, L, V), V the padded vocabulary; L is shorter with `logits_to_keep`.
+        logits: (B, L, V), V the padded vocabulary; L is shorter with `logits_to_keep`. None with
+            `return_logits=False`.
         loss: mean cross-entropy of the next token, a scalar, or None without labels.
         state: the state after the last token, or None unless asked for.
     """
 
-    logits: Tensor
+    logits: Tensor | None
     loss: Tensor | None
     state: LMState | None
 
@@ -95,6 +96,7 @@ class Mamba3LM(nn.Module):
         seq_idx: Tensor | None = None,
         return_state: bool = False,
         logits_to_keep: int = 0,
+        return_logits: bool = True,
     ) -> LMOutput:
         """Predict the next token everywhere.
 
@@ -109,6 +111,8 @@ class Mamba3LM(nn.Module):
             return_state: also return the state after the last real token.
             logits_to_keep: compute the logits of this many last positions only; 0 means all.
                 Labels need all.
+            return_logits: False, with labels, leaves the logits out. They then never exist whole,
+                which for a large vocabulary is most of the memory of training.
 
         Returns:
             An `LMOutput`. The loss is nan if no position is scored.
@@ -128,6 +132,8 @@ class Mamba3LM(nn.Module):
             self._check_ids(labels, "labels", "(B, L)", 2, ignore=IGNORE)
             if logits_to_keep:
                 raise ValueError("labels need every logit: leave logits_to_keep at 0")
+        elif not return_logits:
+            raise ValueError("return_logits=False leaves only the loss: pass labels")
         ragged = Ragged.of(input_ids.shape, attention_mask, cu_seqlens, seq_idx)
         if ragged is not None:
             input_ids, cu_seqlens = ragged.pack(input_ids), ragged.cu_seqlens
@@ -135,11 +141,21 @@ class Mamba3LM(nn.Module):
         x, state = self.backbone(input_ids, state=state, cu_seqlens=cu_seqlens)
         if ragged is not None:
             x = ragged.unpack(x)
+        state = state if return_state else None
+        targets = None if labels is None else next_tokens(labels, attention_mask, ragged)
+        if not return_logits and _is_plain(self.lm_head):
+            features = x[:, :-1].flatten(0, 1)
+            return LMOutput(
+                None, linear_cross_entropy(features, self.lm_head.weight, targets), state
+            )
         logits = self.lm_head(x[:, -logits_to_keep:])
         loss = None
-        if labels is not None:
-            loss = next_token_loss(logits, labels, attention_mask, ragged)
-        return LMOutput(logits, loss, state if return_state else None)
+        if targets is not None:
+            wide = torch.promote_types(logits.dtype, torch.float32)
+            loss = F.cross_entropy(
+                logits[:, :-1].flatten(0, 1).to(wide), targets, ignore_index=IGNORE
+            )
+        return LMOutput(logits if return_logits else None, loss, state)
 
     def step(self, input_ids: Tensor, state: LMState) -> tuple[Tensor, LMState]:
         """Read one token a sequence and predict the next.
@@ -255,13 +271,10 @@ class Backbone(nn.Module):
         return x.to(wide) if self.residual_in_fp32 else x
 
 
-def next_token_loss(
-    logits: Tensor, labels: Tensor, attention_mask: Tensor | None, ragged: Ragged | None
-) -> Tensor:
-    """Mean cross-entropy of labels[:, t + 1] under logits[:, t], in float32.
+def next_tokens(labels: Tensor, attention_mask: Tensor | None, ragged: Ragged | None) -> Tensor:
+    """What every position but the last is scored on: labels one place on, (B * (L - 1),).
 
     Args:
-        logits: (B, L, V).
         labels: (B, L), -100 where nothing is scored.
         attention_mask: (B, L) or None; pads are not scored.
         ragged: where sequences begin; what the token before one predicts is not scored.
@@ -272,7 +285,9 @@ def next_token_loss(
     if ragged is not None:
         starts = ragged.starts if ragged.index is None else ragged.index[ragged.starts]
         labels = labels.flatten().index_fill(0, starts, IGNORE).view(ragged.shape)
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(
-        logits[:, :-1].flatten(0, 1).to(wide), labels[:, 1:].flatten(), ignore_index=IGNORE
-    )
+    return labels[:, 1:].flatten()
+
+
+def _is_plain(head: nn.Module) -> bool:
+    """Whether calling a head is nothing but a product with its weight (no LoRA, no hooks)."""
+    return type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks)

@@ -1,6 +1,7 @@
 """Mamba-3's operations: one public function each, on any device."""
 
 from .dispatch import BACKENDS, backend, explain, use_backend
+from .loss import linear_cross_entropy
 from .norm import rms_norm
 from .scan import mamba3_scan
 from .state import Mamba3State
@@ -22,6 +23,7 @@ __all__ = [
     "complex_mul",
     "complex_state_update",
     "explain",
+    "linear_cross_entropy",
     "mamba3_scan",
     "mamba3_step",
     "mix_streams",

@@ -148,6 +148,25 @@ def test_ignored_labels():
     assert got.item() == pytest.approx(expected.item(), rel=1e-12)
 
 
+@pytest.mark.parametrize("head", ["plain", "hooked"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_without_logits(kind, head):
+    model = make(kind)
+    if head == "hooked":
+        model.lm_head.register_forward_hook(lambda module, args, out: out * 3)
+    ids, mask = tokens(3, 12), torch.ones(3, 12, dtype=torch.long)
+    mask[0, :5] = mask[1, 8:] = 0
+    named = dict(model.named_parameters())
+    for packing in ({}, {"attention_mask": mask}, {"seq_idx": tokens(3, 12, seed=2, vocab=2)}):
+        expected = model(ids, labels=ids, **packing)
+        got = model(ids, labels=ids, return_logits=False, return_state=True, **packing)
+        assert got.logits is None
+        assert got.state is not None
+        assert got.loss.item() == pytest.approx(expected.loss.item(), rel=1e-12)
+        wanted = gradients((expected.loss,), named)
+        assert_close(gradients((got.loss,), named), wanted, 1e-11, "gradient")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_initialisation(kind):
     torch.manual_seed(0)
@@ -230,6 +249,7 @@ def test_bad_input():
         (lambda: model(ids[0]), r"expected input_ids \(B, L\)"),
         (lambda: model(ids[:, :0]), "input_ids has no token"),
         (lambda: model(ids, labels=ids, logits_to_keep=1), "labels need every logit"),
+        (lambda: model(ids, return_logits=False), "leaves only the loss: pass labels"),
         (lambda: model(ids, state=model.new_state(3)), "holds 3 sequences, the input 2"),
         (lambda: model.step(ids, model.new_state(2)), r"expected input_ids \(B,\) or \(B, 1\)"),
         (lambda: model.step(bad[:, 3], model.new_state(2)), "input_ids holds 45"),
