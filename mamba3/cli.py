@@ -69,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
         _add_eval,
         _add_info,
         _add_list,
+        _add_doctor,
     ):
         add_command(commands)
     return parser
@@ -414,6 +415,41 @@ def _list(args) -> None:
         print(
             f"{name}  {model.parameters():,} parameters, {model.licence}\n    {model.description}"
         )
+
+
+# doctor
+
+
+def _add_doctor(commands) -> None:
+    parser = _command(commands, _doctor, "mamba3 doctor --device cuda")
+    parser.add_argument("--device", help="cpu, cuda, ... (a GPU if there is one)")
+
+
+def _doctor(args) -> None:
+    """Check that this machine computes Mamba-3 right, on every path that runs here."""
+    import torch
+
+    from mamba3 import doctor, ops
+
+    device = _device(args)
+    print(f"torch {torch.__version__} on {device}; by itself: {ops.explain(device)}\n")
+    print("backend  dtype     form  what        error    rounding explains")
+    findings = []
+    for found in doctor.check(device):
+        findings.append(found)
+        print(
+            f"{found.backend:7}  {found.dtype:8}  {found.form:4}  {found.what:10}  "
+            f"{found.error:.1e}  {found.tolerance:.0e}{'' if found.ok else '  WRONG'}",
+            flush=True,
+        )
+    wrong = [found for found in findings if not found.ok]
+    if not wrong:
+        print(f"\nall {len(findings)} comparisons are within rounding")
+        return
+    remedy = "please report it with the table above"
+    if all(found.backend == "triton" for found in wrong):
+        remedy = f"set MAMBA3_BACKEND=torch, which is right here, and {remedy}"
+    raise RuntimeError(f"{len(wrong)} of {len(findings)} comparisons are off on {device}: {remedy}")
 
 
 # printing

@@ -21,7 +21,7 @@ from mamba3.eval.exact_match import exact_match, percent
 
 ROOT = Path(__file__).parent.parent
 DEBUG = str(ROOT / "configs" / "debug.yaml")
-COMMANDS = ["quickstart", "generate", "train", "finetune", "eval", "info", "list"]
+COMMANDS = ["quickstart", "generate", "train", "finetune", "eval", "info", "list", "doctor"]
 
 
 @pytest.fixture(scope="module")
