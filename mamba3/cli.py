@@ -231,18 +231,15 @@ def _print_stream(model, tokenizer, prompt: str, **options) -> None:
 
 def _texts(model, tokenizer, prompts: list[str], **options) -> list[str]:
     """Prompts with their continuations."""
-    import torch
-    from torch.nn.utils.rnn import pad_sequence
-
+    from mamba3.data.problems import prompt_batch
     from mamba3.generate import generate
 
-    rows = [torch.tensor(tokenizer.encode_prompt(prompt)) for prompt in prompts]
+    input_ids, mask = prompt_batch(prompts, tokenizer)
     device = next(model.parameters()).device
-    padding = {"batch_first": True, "padding_side": "left"}
     output = generate(
         model,
-        pad_sequence(rows, padding_value=tokenizer.pad_token_id, **padding).to(device),
-        attention_mask=pad_sequence([torch.ones_like(row) for row in rows], **padding).to(device),
+        input_ids.to(device),
+        attention_mask=mask.to(device),
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         **options,
@@ -456,7 +453,7 @@ def _doctor(args) -> None:
 
 
 def _device(args) -> str:
-    from mamba3.train.run import default_device
+    from mamba3.ops.dispatch import default_device
 
     return args.device or default_device()
 

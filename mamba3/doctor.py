@@ -8,8 +8,6 @@ compares with the sequential reference in float64 on the CPU.
 from __future__ import annotations
 
 import copy
-import importlib.util
-import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from mamba3.layers import TMamba3Layer
 from mamba3.ops import use_backend
+from mamba3.ops.dispatch import available
 
 FORMS = {
     "SISO": {"d_state": 24, "headdim": 16},
@@ -104,11 +103,7 @@ def _random_layer(options: dict) -> TMamba3Layer:
 
 
 def _backends(device: torch.device) -> list[str]:
-    backends = ["torch"]
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if importlib.util.find_spec("triton") and (device.type == "cuda" or interpreted):
-        backends.append("triton")
-    return backends
+    return [name for name in available(device) if name != "reference"]
 
 
 def _dtypes(device: torch.device) -> list[torch.dtype]:

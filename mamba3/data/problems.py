@@ -1,7 +1,7 @@
 """Problems, a prompt and its one right answer each, and batches of them.
 
 A problem becomes ``<bos>PROMPT=ANSWER<eos>`` (the "=" is the tokenizer's `prompt_suffix`). Labels
-lie at the ids they stand for, the model shifts them; prompt and padding carry `IGNORED`, so the
+lie at the ids they stand for, the model shifts them; prompt and padding carry `IGNORE`, so the
 loss is that of the answer and of eos. Rows are padded on the right and have no attention mask: the
 model is causal, so pads after a row cannot reach it, and the path without a mask is the faster one.
 """
@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from mamba3.data.tokenizer import CharTokenizer
-
-IGNORED = -100
+from mamba3.models.lm import IGNORE
 
 
 class Problem(NamedTuple):
@@ -58,8 +58,16 @@ def collate(problems: Sequence[Problem], tokenizer: CharTokenizer) -> Batch:
     for (prompt, answer), length in zip(pairs, lengths, strict=True):
         pads = max(lengths) - length
         input_ids.append(prompt + answer + [tokenizer.pad_token_id] * pads)
-        labels.append([IGNORED] * len(prompt) + answer + [IGNORED] * pads)
+        labels.append([IGNORE] * len(prompt) + answer + [IGNORE] * pads)
     return Batch(torch.tensor(input_ids), torch.tensor(labels), sum(lengths))
+
+
+def prompt_batch(prompts: Sequence[str], tokenizer: CharTokenizer) -> tuple[Tensor, Tensor]:
+    """Prompts to generate from: ids (B, L) padded on the left, and their attention mask (B, L)."""
+    rows = [torch.tensor(tokenizer.encode_prompt(prompt)) for prompt in prompts]
+    left = {"batch_first": True, "padding_side": "left"}
+    input_ids = pad_sequence(rows, padding_value=tokenizer.pad_token_id, **left)
+    return input_ids, pad_sequence([torch.ones_like(row) for row in rows], **left)
 
 
 class EpochStream:

@@ -7,10 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-from torch.nn.utils.rnn import pad_sequence
-
-from mamba3.data.problems import Problem
+from mamba3.data.problems import Problem, prompt_batch
 from mamba3.data.tokenizer import CharTokenizer
 from mamba3.generate import generate
 
@@ -95,10 +92,7 @@ def exact_match(
 
 def _generate_ids(model, tokenizer, prompts: list[str], max_new_tokens: int) -> list[list[int]]:
     """The ids generated for each prompt, up to and including eos."""
-    rows = [torch.tensor(tokenizer.encode_prompt(prompt)) for prompt in prompts]
-    left = {"batch_first": True, "padding_side": "left"}
-    input_ids = pad_sequence(rows, padding_value=tokenizer.pad_token_id, **left)
-    mask = pad_sequence([torch.ones_like(row) for row in rows], **left)
+    input_ids, mask = prompt_batch(prompts, tokenizer)
     device = next(model.parameters()).device
     output = generate(
         model,

@@ -27,10 +27,10 @@ class ChunkScan(torch.autograd.Function):
         y = x.new_empty(len(log_a), heads, rank * size, headdim)
         h_in = h0.new_empty(len(log_a), heads, headdim, n)
         final = h0.clone()
-        if steps:
-            h_in[: steps[0].count] = h0[: steps[0].count]
+        h_in[: steps[0].count] = h0[: steps[0].count]
         per_chunk = heads * rank * size * max(n, headdim, rank * size)
-        for block in blocks(steps, per_chunk, x.device):
+        ctx.blocks = blocks(steps, per_chunk, x.device)
+        for block in ctx.blocks:
             rows = rows_of(block)
             q, k, v = _Maps(inputs, rows).forward()
             mask = _Mask(*(t[rows] for t in weights), rank)
@@ -48,7 +48,6 @@ class ChunkScan(torch.autograd.Function):
             torch.bmm(q, h_in[rows].flatten(0, 1).transpose(1, 2), out=yb)
             yb.mul_(mask.into).baddbmm_(w, v)
         ctx.save_for_backward(*inputs, *weights, d, h_in)
-        ctx.steps = steps
         return y, final
 
     @staticmethod
@@ -56,15 +55,13 @@ class ChunkScan(torch.autograd.Function):
     def backward(ctx, grad_y, grad_final):
         *inputs, log_a, scale, gamma, d, h_in = ctx.saved_tensors
         weights = (log_a, scale, gamma)
-        heads, rank, n = inputs[3].shape
-        size, headdim = log_a.shape[2], inputs[0].shape[-1]
+        heads, rank, _ = inputs[3].shape
         grad_y = grad_y.contiguous()
         grads = _Maps.zero_grads(inputs)
         grad_log_a, grad_scale, grad_gamma = (torch.empty_like(log_a) for _ in weights)
         grad_d = torch.zeros_like(d)
         grad_h = grad_final.clone()
-        per_chunk = heads * rank * size * max(n, headdim, rank * size)
-        for block in reversed(blocks(ctx.steps, per_chunk, d.device)):
+        for block in reversed(ctx.blocks):
             rows = rows_of(block)
             maps = _Maps(inputs, rows)
             q, k, v = maps.forward()

@@ -33,7 +33,8 @@ from torch import Tensor
 from .autograd import first_order, no_autocast
 from .chunk_scan import ChunkScan, widest
 from .chunking import Chunking, SequenceEnds, blocks, default_chunk_size, empty_split, rows_of
-from .reference import TAU_HIGH, TAU_LOW, Mimo, rotate
+from .norm import rms_norm
+from .reference import Mimo, rotate, wrap_phase
 from .state import Mamba3State
 from .streams import complex_state_update
 
@@ -143,9 +144,7 @@ class _Phase(torch.autograd.Function):
         else:
             before = F.pad(total[0], (0, 0, 0, 0, 1, 0))[cu_seqlens[:-1]]
             total += (phase0 - before).repeat_interleave(cu_seqlens.diff(), 0)
-        turns = torch.round(total * (1 / (TAU_HIGH + TAU_LOW)))
-        total.sub_(turns, alpha=TAU_HIGH).sub_(turns, alpha=TAU_LOW)
-        return total.to(rate.dtype)
+        return wrap_phase(total).to(rate.dtype)
 
     @staticmethod
     @first_order
@@ -176,9 +175,9 @@ class _GateMix(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, z, mimo_z, mimo_o, norm_weight, norm_eps, steps, inner, size):
         ctx.save_for_backward(y, z, mimo_z, mimo_o, norm_weight)
-        ctx.norm_eps, ctx.steps = norm_eps, steps
+        ctx.norm_eps, ctx.blocks = norm_eps, blocks(steps, y[0].numel(), y.device)
         out = empty_split((len(y) // inner, inner, size, y.shape[1], y.shape[3]), y)
-        for block in blocks(steps, y[0].numel(), y.device):
+        for block in ctx.blocks:
             rows, outer = rows_of(block), rows_of(block, inner)
             zb = None if z is None else z[outer]
             mixed = _gate_mix(y[rows], zb, mimo_z, mimo_o, norm_weight, norm_eps, size)
@@ -193,7 +192,7 @@ class _GateMix(torch.autograd.Function):
         # One gradient for y, z and every weight; None for what is not there.
         grads = [torch.empty_like(y), None if z is None else empty_split(z.shape, z)]
         grads += [None if t is None else torch.zeros_like(t) for t in weights]
-        for block in blocks(ctx.steps, y[0].numel(), y.device):
+        for block in ctx.blocks:
             rows, outer = rows_of(block), rows_of(block, inner)
             parts = [y[rows], None if z is None else z[outer], *weights]
             leaves = [None if t is None else t.detach().requires_grad_() for t in parts]
@@ -216,7 +215,7 @@ def _gate_mix(y, z, mimo_z, mimo_o, norm_weight, norm_eps, size: int) -> Tensor:
     """y (K, H, R*Q, P), z (C, B', Q, H, P) -> (K, H, Q, P)."""
     y = y.unflatten(2, (-1, size))
     if norm_weight is not None:
-        y = F.rms_norm(y, y.shape[-1:], eps=norm_eps) * norm_weight[:, None, None]
+        y = rms_norm(y, norm_weight[:, None, None], norm_eps)
     if z is not None:
         z = z.transpose(2, 3).flatten(0, 1).unsqueeze(2)
         y = y * F.silu(z if mimo_z is None else z * mimo_z.unsqueeze(2))

@@ -58,10 +58,20 @@ def use_backend(name: str) -> Iterator[None]:
         _override.reset(token)
 
 
+def default_device() -> str:
+    """A GPU where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def available(device: torch.device | str) -> list[str]:
+    """The backends that can run on a device: Triton's on GPUs, or where it is interpreted."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    runs_triton = _has_triton() and (torch.device(device).type == "cuda" or interpreted)
+    return [name for name in BACKENDS if name != "triton" or runs_triton]
+
+
 def _device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(device)
+    return torch.device(default_device() if device is None else device)
 
 
 def _choose(device: torch.device) -> tuple[str, str]:
@@ -69,7 +79,7 @@ def _choose(device: torch.device) -> tuple[str, str]:
     if name is None and (name := os.environ.get("MAMBA3_BACKEND")):
         source = "the environment variable MAMBA3_BACKEND"
         _check(name, "MAMBA3_BACKEND")
-    if name == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    if name == "triton" and "triton" not in available(device):
         raise RuntimeError(
             f"{source} asks for the triton backend, but the tensors are on {device.type}: move "
             "them to a GPU, use 'torch', or set TRITON_INTERPRET=1 to run the kernels, slowly, in "
@@ -77,7 +87,7 @@ def _choose(device: torch.device) -> tuple[str, str]:
         )
     if name is not None:
         return name, f"asked for with {source}"
-    if device.type == "cuda" and _has_triton():
+    if device.type == "cuda" and "triton" in available(device):
         return "triton", f"the tensors are on a GPU ({device.type}) and Triton is installed"
     if device.type == "cuda":
         return "torch", "Triton, which has kernels for this GPU, is not installed"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -82,25 +81,16 @@ def mamba3_scan(
         >>> y, state = mamba3_scan(x, b, c, dt, -dt, lam, rate, bias, bias, d)
     """
     _check_shapes(x, b, c, dt, a, lam, rate, b_bias, c_bias, d, z, mimo, norm_weight)
-    heads, headdim = x.shape[2:]
-    sequences = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
-    fresh = partial(
-        Mamba3State.zeros,
-        sequences,
-        heads=heads,
-        headdim=headdim,
-        d_state=b.shape[4],
-        rank=b.shape[2],
-        angles=rate.shape[2],
-    )
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, or None, got {chunk_size}")
     if cu_seqlens is not None:
         _check_cu_seqlens(cu_seqlens, x)
+    sequences = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
     wide = torch.promote_types(x.dtype, torch.float32)
     if state is None:
-        state = fresh(device=x.device, dtype=wide)
-    state.check(fresh(device="meta"))
+        state = Mamba3State.zeros_for(sequences, x, b, rate, device=x.device, dtype=wide)
+    else:
+        state.check(Mamba3State.zeros_for(sequences, x, b, rate, device="meta"))
 
     tensors = [t.to(wide) for t in (x, b, c, dt, a, lam, rate, b_bias, c_bias, d)]
     z, norm_weight = (None if t is None else t.to(wide) for t in (z, norm_weight))

@@ -45,6 +45,19 @@ class Mamba3State(NamedTuple):
         )
         return cls(*(torch.zeros(shape, device=device, dtype=dtype) for shape in shapes))
 
+    @classmethod
+    def zeros_for(cls, batch: int, x: Tensor, b: Tensor, rate: Tensor, **where) -> Mamba3State:
+        """`zeros` in the sizes of a scan's or a step's arguments; `where` is device and dtype."""
+        return cls.zeros(
+            batch,
+            heads=x.shape[-2],
+            headdim=x.shape[-1],
+            d_state=b.shape[-1],
+            rank=b.shape[-3],
+            angles=rate.shape[-1],
+            **where,
+        )
+
     @property
     def batch_size(self) -> int:
         """Number of sequences."""

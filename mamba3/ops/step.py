@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .autograd import no_autocast
 from .dispatch import backend
+from .norm import rms_norm
 from .reference import Mimo, mamba3_scan_reference, wrap_phase
 from .state import Mamba3State
 from .streams import broadcast_streams, complex_mul, complex_state_update, mix_streams
@@ -49,30 +50,21 @@ def mamba3_step(
         ValueError: a state of another batch or of other sizes.
     """
     if state.h.shape != (*x.shape, b.shape[-1]) or state.k.shape[1] != b.shape[1]:
-        state.check(
-            Mamba3State.zeros(
-                len(x),
-                heads=x.shape[1],
-                headdim=x.shape[2],
-                d_state=b.shape[-1],
-                rank=b.shape[1],
-                angles=rate.shape[-1],
-                device="meta",
-            )
-        )
+        state.check(Mamba3State.zeros_for(len(x), x, b, rate, device="meta"))
     chosen = backend(x.device)
     arguments = [x, b, c, dt, a, lam, rate, b_bias, c_bias, d, z]
-    tensors = [*arguments, *(mimo or ()), norm_weight, *state]
-    if chosen == "triton" and not _needs_more_than_the_kernel(tensors):
-        from .triton.step import step
+    if chosen == "triton":
+        tensors = [*arguments, *(mimo or ()), norm_weight, *state]
+        if not _needs_more_than_the_kernel(tensors):
+            from .triton.step import step
 
-        return step(*arguments, mimo, norm_weight, norm_eps, state)
+            return step(*arguments, mimo, norm_weight, norm_eps, state)
     stored, wide = state.h.dtype, torch.promote_types(state.h.dtype, torch.float32)
     if stored != wide:
         state = state.to(wide)
     tensors = [t if t.dtype == wide else t.to(wide) for t in (x, b, c, dt, a, lam, rate)]
     weights = [t if t.dtype == wide else t.to(wide) for t in (b_bias, c_bias, d)]
-    z = None if z is None else z.to(wide)
+    z, norm_weight = (None if t is None else t.to(wide) for t in (z, norm_weight))
     if chosen == "reference":
         tensors = [t.unsqueeze(1) for t in tensors]
         z = None if z is None else z.unsqueeze(1)
@@ -124,7 +116,7 @@ def _step(x, b, c, dt, a, lam, rate, b_bias, c_bias, d, z, mimo, norm_weight, no
     # q times h transposed: the other order, a matrix times a vector, is many times slower.
     y = torch.addcmul(q @ h.mT, x.unsqueeze(2), skip)
     if norm_weight is not None:
-        y = F.rms_norm(y, y.shape[-1:], eps=norm_eps) * norm_weight.unsqueeze(1)
+        y = rms_norm(y, norm_weight.unsqueeze(1), norm_eps)
     if mimo is None:
         y = y.squeeze(2)
         y = y if z is None else y * F.silu(z)

@@ -13,13 +13,14 @@ from mamba3.data.jsonl import read_rows, split_rows
 from mamba3.data.problems import EpochStream
 from mamba3.data.tokenizer import load_tokenizer
 from mamba3.eval.exact_match import exact_match
+from mamba3.ops.dispatch import default_device
 from mamba3.threads import limited_threads, worthwhile_threads
 from mamba3.train.card import write_card
 from mamba3.train.checkpoint import refuse_to_overwrite
 from mamba3.train.config import OptimRecipe
 from mamba3.train.log import METRICS_FILE, MetricsLog
 from mamba3.train.loop import fit, make_optimizer
-from mamba3.train.run import default_device, own_rng
+from mamba3.train.run import own_rng
 
 
 class FinetuneResult(NamedTuple):

@@ -22,6 +22,7 @@ from mamba3.config import Mamba3Config
 from mamba3.data import arithmetic
 from mamba3.eval.exact_match import ExactMatch, exact_match
 from mamba3.models.lm import Mamba3LM
+from mamba3.ops.dispatch import default_device
 from mamba3.threads import limited_threads, worthwhile_threads
 from mamba3.train import checkpoint
 from mamba3.train.card import write_card
@@ -242,11 +243,6 @@ def _check_vocabulary(name: str, config: Mamba3Config, vocab_size: int) -> None:
             f"{name} has a vocabulary of {config.vocab_size} tokens; the arithmetic curriculum has "
             f"{vocab_size}"
         )
-
-
-def default_device() -> str:
-    """A GPU where there is one."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @contextlib.contextmanager
