@@ -1,0 +1,225 @@
+"""Kernels of `mamba3.ops.gate.gate_and_mix`: y is read once and the gated, mixed output written.
+
+A program takes tiles of tokens of one head, all of its R streams at once:
+
+    u_r = y_r / sqrt(mean(y_r^2) + eps) * norm,  g_r = z * mimo_z_r
+    out = sum_r u_r * silu(g_r) * mimo_o_r
+
+    d mimo_o_r = sum_t d_out u_r silu(g_r),      d u_r = d_out mimo_o_r silu(g_r)
+    d g_r = d_out mimo_o_r u_r silu'(g_r),       d z = sum_r d g_r mimo_z_r
+
+Source: arXiv 2603.15569, output of the layer; the last two steps are `mamba3.ops.reference`'s.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import on_device, stride_unit
+
+# Elements (tokens x P) of a tile and its warps; the kernel that sums over tokens takes the second
+# pair, as its sums then stay within a warp.
+TILE = 2048, 4
+SUMMING_TILE = 256, 1
+# Rows of partial sums of the weights' gradients, and so the programs that walk over all tiles.
+PARTIAL_ROWS = 2112
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)), its exponent clamped where exp would overflow."""
+    return 1 / (1 + tl.exp(tl.minimum(-x, 80.0)))
+
+
+@triton.jit
+def _offsets(tile, head, heads, tokens, z_stride, R: tl.constexpr, P: tl.constexpr,
+             Z_UNIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr):  # fmt: skip
+    """Offsets (BLOCK_T, BLOCK_P) of a tile's y_0, z and out, and their mask."""
+    t = (tile * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64))[:, None]
+    p = tl.arange(0, BLOCK_P)[None, :]
+    row = t * heads + head
+    z = t * z_stride * Z_UNIT + head * P + p
+    return row * (R * P) + p, z, row * P + p, (t < tokens) & (p < P)
+
+
+@triton.jit
+def _weight(pointer, row, P: tl.constexpr, BLOCK_P: tl.constexpr):
+    """A row (1, BLOCK_P) of weights (..., P)."""
+    p = tl.arange(0, BLOCK_P)[None, :]
+    return tl.load(pointer + row * P + p, p < P, 0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _forward_kernel(
+    y_ptr, z_ptr, mimo_z_ptr, mimo_o_ptr, norm_ptr, out_ptr,
+    tokens, heads, z_stride, norm_eps,
+    R: tl.constexpr, P: tl.constexpr, Z_UNIT: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+    GATE: tl.constexpr, GATE_STREAMS: tl.constexpr, MIX: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    # Neighbouring programs take neighbouring heads, which lie side by side in memory.
+    tile, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    y_at, z_at, out_at, here = _offsets(
+        tile, head, heads, tokens, z_stride, R, P, Z_UNIT, BLOCK_T, BLOCK_P
+    )
+    if GATE:
+        z = tl.load(z_ptr + z_at, here, 0.0).to(tl.float32)
+    out = tl.zeros([BLOCK_T, BLOCK_P], tl.float32)
+    for r in tl.static_range(R):
+        y = tl.load(y_ptr + y_at + r * P, here, 0.0).to(tl.float32)
+        if NORM:
+            y *= tl.rsqrt(tl.sum(y * y, 1, keep_dims=True) / P + norm_eps)
+            y *= _weight(norm_ptr, head, P, BLOCK_P)
+        if GATE:
+            gate = z
+            if GATE_STREAMS:
+                gate = z * _weight(mimo_z_ptr, head * R + r, P, BLOCK_P)
+            y *= gate * sigmoid(gate)
+        if MIX:
+            y *= _weight(mimo_o_ptr, head * R + r, P, BLOCK_P)
+        out += y
+    tl.store(out_ptr + out_at, out, here)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _backward_kernel(
+    grad_ptr, y_ptr, z_ptr, mimo_z_ptr, mimo_o_ptr, norm_ptr, grad_y_ptr, grad_z_ptr, partial_ptr,
+    tokens, heads, z_stride, norm_eps,
+    R: tl.constexpr, P: tl.constexpr, Z_UNIT: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+    GATE: tl.constexpr, GATE_STREAMS: tl.constexpr, MIX: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    part, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    parts = tl.num_programs(0) // heads
+    streams = tl.arange(0, BLOCK_R)[:, None]
+    if GATE_STREAMS:
+        grad_mimo_z = tl.zeros([BLOCK_R, BLOCK_P], tl.float32)
+    if MIX:
+        grad_mimo_o = tl.zeros([BLOCK_R, BLOCK_P], tl.float32)
+    if NORM:
+        norm = _weight(norm_ptr, head, P, BLOCK_P)
+        grad_norm = tl.zeros([BLOCK_T, BLOCK_P], tl.float32)
+
+    for tile in range(part, tl.cdiv(tokens, BLOCK_T), parts):
+        y_at, z_at, out_at, here = _offsets(
+            tile, head, heads, tokens, z_stride, R, P, Z_UNIT, BLOCK_T, BLOCK_P
+        )
+        grad = tl.load(grad_ptr + out_at, here, 0.0).to(tl.float32)
+        if GATE:
+            z = tl.load(z_ptr + z_at, here, 0.0).to(tl.float32)
+            grad_z = tl.zeros([BLOCK_T, BLOCK_P], tl.float32)
+        for r in tl.static_range(R):
+            y = tl.load(y_ptr + y_at + r * P, here, 0.0).to(tl.float32)
+            if NORM:
+                rstd = tl.rsqrt(tl.sum(y * y, 1, keep_dims=True) / P + norm_eps)
+                normed = y * rstd
+                y = normed * norm
+            grad_y = grad
+            if MIX:
+                grad_y *= _weight(mimo_o_ptr, head * R + r, P, BLOCK_P)
+            if GATE:
+                gate = z
+                if GATE_STREAMS:
+                    mimo_z = _weight(mimo_z_ptr, head * R + r, P, BLOCK_P)
+                    gate *= mimo_z
+                share = sigmoid(gate)
+                silu = gate * share
+                grad_gate = grad_y * y * (share + silu * (1 - share))
+                grad_y *= silu
+                y *= silu
+                if GATE_STREAMS:
+                    row = tl.sum(grad_gate * z, 0, keep_dims=True)
+                    grad_mimo_z += tl.where(streams == r, row, 0.0)
+                    grad_gate *= mimo_z
+                grad_z += grad_gate
+            if MIX:
+                row = tl.sum(grad * y, 0, keep_dims=True)
+                grad_mimo_o += tl.where(streams == r, row, 0.0)
+            if NORM:
+                grad_norm += grad_y * normed
+                grad_y *= norm
+                along = tl.sum(grad_y * normed, 1, keep_dims=True) / P
+                grad_y = (grad_y - normed * along) * rstd
+            tl.store(grad_y_ptr + y_at + r * P, grad_y, here)
+        if GATE:
+            tl.store(grad_z_ptr + out_at, grad_z, here)
+
+    p = tl.arange(0, BLOCK_P)[None, :]
+    row = partial_ptr + tl.program_id(0).to(tl.int64) * (R * P) + streams * P + p
+    step = tl.num_programs(0).to(tl.int64) * (R * P)
+    here = (streams < R) & (p < P)
+    if MIX:
+        tl.store(row, grad_mimo_o, here)
+        row += step
+    if GATE_STREAMS:
+        tl.store(row, grad_mimo_z, here)
+        row += step
+    if NORM:
+        tl.store(row, tl.where(streams == 0, tl.sum(grad_norm, 0, keep_dims=True), 0.0), here)
+
+
+def gate_forward(y, z, mimo_z, mimo_o, norm_weight, norm_eps) -> Tensor:
+    """The output (T, H, P), of arguments as in `gate_and_mix` that are dense but for z's tokens."""
+    tokens, heads, _, headdim = y.shape
+    constants = _constants(y, z, mimo_z, mimo_o, norm_weight, TILE)
+    out = torch.empty(tokens, heads, headdim, dtype=y.dtype, device=y.device)
+    inputs = [y if t is None else t for t in (z, mimo_z, mimo_o, norm_weight)]
+    sizes = tokens, heads, _z_stride(z, constants), norm_eps
+    with on_device(y):
+        grid = (triton.cdiv(tokens, constants["BLOCK_T"]) * heads,)
+        _forward_kernel[grid](y, *inputs, out, *sizes, **constants)
+    return out
+
+
+def gate_backward(grad, y, z, mimo_z, mimo_o, norm_weight, norm_eps):
+    """Gradients of y, z, mimo_z, mimo_o and norm_weight, None for those that are absent."""
+    tokens, heads, rank, headdim = y.shape
+    sums = mimo_o is not None or mimo_z is not None or norm_weight is not None
+    constants = _constants(y, z, mimo_z, mimo_o, norm_weight, SUMMING_TILE if sums else TILE)
+    parts = triton.cdiv(tokens, constants["BLOCK_T"])
+    if sums:
+        parts = min(parts, max(1, PARTIAL_ROWS // heads))
+    kinds = [constants[name] for name in ("MIX", "GATE_STREAMS", "NORM")]
+    shape = sum(kinds), parts, heads, rank, headdim
+    partial = torch.empty(shape, dtype=torch.float32, device=y.device)
+    grad_y = torch.empty_like(y)
+    grad_z = None if z is None else torch.empty(z.shape, dtype=z.dtype, device=z.device)
+    inputs = [y if t is None else t for t in (z, mimo_z, mimo_o, norm_weight)]
+    outputs = grad_y, y if z is None else grad_z, partial
+    sizes = tokens, heads, _z_stride(z, constants), norm_eps
+    with on_device(y):
+        _backward_kernel[(parts * heads,)](grad, y, *inputs, *outputs, *sizes, **constants)
+
+    rows = iter(partial.sum(1) if sums else ())
+    grad_mimo_o, grad_mimo_z, grad_norm = (next(rows) if kind else None for kind in kinds)
+    if grad_norm is not None:
+        grad_norm = grad_norm[:, 0].to(norm_weight.dtype)
+    return grad_y, grad_z, grad_mimo_z, grad_mimo_o, grad_norm
+
+
+def _constants(y, z, mimo_z, mimo_o, norm_weight, tile) -> dict:
+    """The kernels' compile-time arguments."""
+    rank, headdim = y.shape[2:]
+    elements, warps = tile
+    block_p = triton.next_power_of_2(headdim)
+    return {
+        "R": rank,
+        "P": headdim,
+        "Z_UNIT": 1 if z is None else stride_unit(z.stride(0)),
+        "BLOCK_T": max(1, elements // block_p),
+        "BLOCK_R": triton.next_power_of_2(rank),
+        "BLOCK_P": block_p,
+        "GATE": z is not None,
+        "GATE_STREAMS": z is not None and mimo_z is not None,
+        "MIX": mimo_o is not None,
+        "NORM": norm_weight is not None,
+        "num_warps": warps,
+        "num_stages": 1,
+    }
+
+
+def _z_stride(z, constants) -> int:
+    return 0 if z is None else z.stride(0) // constants["Z_UNIT"]
