@@ -11,6 +11,8 @@ from ..ops import rms_norm
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension: x / sqrt(mean(x^2) + eps) * weight.
 
+    With a gate, the result is multiplied by silu(gate).
+
     Args:
         width: size D of the last dimension.
         eps: added to the mean square.
@@ -29,9 +31,9 @@ class RMSNorm(nn.Module):
         """Set the weight to 1."""
         nn.init.ones_(self.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise x (..., D); the result has the weight's dtype."""
-        return rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Normalise x (..., D), and gate it; the result has the weight's dtype."""
+        return rms_norm(x, self.weight, self.eps, gate)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

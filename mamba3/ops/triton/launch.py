@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 
 import torch
 from torch import Tensor
@@ -13,10 +14,10 @@ def on_device(t: Tensor):
     return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()
 
 
-def stride_unit(stride: int) -> int:
-    """The largest power of two up to 16 that divides a stride.
+def stride_unit(*strides: int) -> int:
+    """The largest power of two up to 16 that divides every stride.
 
     Triton specialises integers on divisibility by 16 alone, and reads element by element where it
     knows nothing: a kernel takes stride / unit, and multiplies by the constexpr unit.
     """
-    return min(stride & -stride, 16) or 16
+    return math.gcd(16, *strides)
