@@ -31,34 +31,123 @@ def mamba3_step(
     mimo: Mimo | None = None,
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-5,
+    inplace: bool = False,
+    state_indices: Tensor | None = None,
 ) -> tuple[Tensor, Mamba3State]:
     """Advance every sequence by one token; the same function as `mamba3_scan` at L = 1.
 
-    Differentiable, and functional: the state passed in is left as it is. On a GPU, where nothing
-    is differentiated, it is one Triton kernel.
+    On a GPU, where nothing is differentiated, it is one Triton kernel. Nothing in it waits for the
+    device, so with `inplace` a CUDA graph can record it.
 
     Args:
         x, b, c, dt, a, lam, rate, z: as in `mamba3_scan`, without the dimension L.
         b_bias, c_bias, d, mimo, norm_weight, norm_eps: as in `mamba3_scan`.
         state: the state of the B sequences, as returned here or by `mamba3_scan`; h may be kept in
             bfloat16, which halves what a step reads and writes.
+        inplace: update the state's tensors where they are and return them, differentiating
+            nothing. False (the default) is differentiable and leaves the state as it is.
+        state_indices: (B,) int, with `inplace` only: the state is a pool of any number of slots,
+            and row i reads and writes slot state_indices[i]. A row of -1 is skipped: its output
+            is 0 and no slot changes. Two rows must not name the same slot. Numbers out of range
+            are an error, which a GPU, where nothing waits to look, need not report.
 
     Returns:
         The output (B, H, P) in x's dtype, and the new state.
 
     Raises:
-        ValueError: a state of another batch or of other sizes.
+        ValueError: a state of another batch or of other sizes; `inplace` where gradients are
+            recorded; state_indices that do not fit.
     """
-    if state.h.shape != (*x.shape, b.shape[-1]) or state.k.shape[1] != b.shape[1]:
-        state.check(Mamba3State.zeros_for(len(x), x, b, rate, device="meta"))
-    chosen = backend(x.device)
+    if state_indices is not None:
+        _check_indices(state_indices, x, state, inplace)
+    _check_state(state, x, b, rate, len(x) if state_indices is None else state.batch_size)
     arguments = [x, b, c, dt, a, lam, rate, b_bias, c_bias, d, z]
-    if chosen == "triton":
-        tensors = [*arguments, *(mimo or ()), norm_weight, *state]
-        if not _needs_more_than_the_kernel(tensors):
-            from .triton.step import step
+    tensors = [t for t in (*arguments, *(mimo or ()), norm_weight, *state) if t is not None]
+    differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if inplace and differentiated:
+        raise ValueError(
+            "inplace=True records no gradient, but an argument requires one: call it under "
+            "torch.no_grad() or torch.inference_mode(), or leave inplace=False"
+        )
+    chosen = backend(x.device)
+    # The kernel has no backward pass, and computes in float32.
+    if chosen == "triton" and not differentiated and all(t.dtype != torch.float64 for t in tensors):
+        from .triton.step import step
 
-            return step(*arguments, mimo, norm_weight, norm_eps, state)
+        return step(*arguments, mimo, norm_weight, norm_eps, state, inplace, state_indices)
+    if not inplace:
+        return _on_torch(chosen, arguments, mimo, norm_weight, norm_eps, state)
+    if state_indices is None:
+        y, after = _on_torch(chosen, arguments, mimo, norm_weight, norm_eps, state)
+        for own, new in zip(state, after, strict=True):
+            own.copy_(new)
+        return y, state
+    rows = state.reorder(state_indices.clamp(min=0))
+    y, after = _on_torch(chosen, arguments, mimo, norm_weight, norm_eps, rows)
+    live = state_indices >= 0
+    _scatter(state, state_indices, live, rows, after)
+    return y.masked_fill(~live[:, None, None], 0), state
+
+
+def _check_indices(indices: Tensor, x: Tensor, state: Mamba3State, inplace: bool) -> None:
+    if not inplace:
+        raise ValueError("state_indices name slots to update where they are: pass inplace=True")
+    if indices.dtype not in (torch.int32, torch.int64) or indices.shape != x.shape[:1]:
+        raise ValueError(
+            f"state_indices must be int32 or int64 of shape ({len(x)},), one slot a row, got "
+            f"{indices.dtype} of shape {tuple(indices.shape)}"
+        )
+    if indices.device != x.device:
+        raise ValueError(f"state_indices are on {indices.device}, the input on {x.device}")
+    # On a GPU this would wait for the device at every call.
+    if indices.device.type == "cpu" and len(indices):
+        low, high = (int(t) for t in torch.aminmax(indices))
+        if low < -1 or high >= state.batch_size:
+            raise ValueError(
+                f"state_indices hold {low if low < -1 else high}, expected -1 (skip the row) or a "
+                f"slot below {state.batch_size}"
+            )
+
+
+def _check_state(state: Mamba3State, x: Tensor, b: Tensor, rate: Tensor, sequences: int) -> None:
+    _, heads, headdim = x.shape
+    _, rank, _, d_state = b.shape
+    fits = (
+        state.h.shape == (sequences, heads, headdim, d_state)
+        and state.phase.shape == (sequences, heads, rate.shape[-1])
+        and state.k.shape == (sequences, rank, heads, d_state)
+        and state.x.shape == (sequences, heads, headdim)
+    )
+    if not fits:
+        state.check(Mamba3State.zeros_for(sequences, x, b, rate, device="meta"))
+
+
+def _scatter(
+    state: Mamba3State, indices: Tensor, live: Tensor, rows: Mamba3State, after: Mamba3State
+) -> None:
+    """Write each live row of `after` into its slot of the pool; `rows` is what was read there.
+
+    A skipped row repeats the first live one, since its own write must change nothing and how many
+    are live is not known here. Where no row is live, all repeat what the first one read.
+    """
+    leader = live.int().argmax()
+    source = torch.where(live, torch.arange(len(live), device=live.device), leader)
+    target = indices.long()[source].clamp(min=0)
+    for pool, old, new in zip(state, rows, after, strict=True):
+        written = torch.where(live.any(), new, old)[source]
+        pool.index_copy_(0, target, written.to(pool.dtype))
+
+
+def _on_torch(
+    chosen: str,
+    arguments: list[Tensor | None],
+    mimo: Mimo | None,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    state: Mamba3State,
+) -> tuple[Tensor, Mamba3State]:
+    """The step by torch's ops or by the reference, in float32, or float64 if h is."""
+    x, b, c, dt, a, lam, rate, b_bias, c_bias, d, z = arguments
     stored, wide = state.h.dtype, torch.promote_types(state.h.dtype, torch.float32)
     if stored != wide:
         state = state.to(wide)
@@ -76,14 +165,6 @@ def mamba3_step(
     if stored != wide:
         state = state._replace(h=state.h.to(stored))
     return y.to(x.dtype), state
-
-
-def _needs_more_than_the_kernel(tensors: list[Tensor | None]) -> bool:
-    """Whether something is differentiated, or in float64: the kernel does neither."""
-    present = [t for t in tensors if t is not None]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in present):
-        return True
-    return any(t.dtype == torch.float64 for t in present)
 
 
 @no_autocast

@@ -89,3 +89,22 @@ def test_state_of_another_batch():
     token["state"] = token["state"].reorder(torch.tensor([0, 1, 1]))
     with pytest.raises(ValueError, match="holds 3 sequences, the input 2"):
         mamba3_step(**token)
+
+
+@pytest.mark.parametrize("wrong", [-2, 2])
+def test_slot_out_of_range(wrong):
+    _, call = scan_inputs(length=1)
+    token = {k: t[:, 0] if k in PER_TOKEN else t for k, t in call.items()}
+    index = torch.tensor([0, wrong])
+    with torch.no_grad(), pytest.raises(ValueError, match=rf"hold {wrong}, expected -1 .* below 2"):
+        mamba3_step(**token, inplace=True, state_indices=index)
+
+
+@pytest.mark.parametrize("field", Mamba3State._fields)
+def test_state_of_another_layer(field):
+    _, call = scan_inputs(length=1)
+    token = {k: t[:, 0] if k in PER_TOKEN else t for k, t in call.items()}
+    t = getattr(token["state"], field)
+    token["state"] = token["state"]._replace(**{field: t.repeat_interleave(2, -1)})
+    with pytest.raises(ValueError, match=rf"state.{field} has shape"):
+        mamba3_step(**token)
