@@ -36,9 +36,11 @@ class Block(nn.Module):
         y, state = self.mixer(self.norm(x), state=state, cu_seqlens=cu_seqlens, return_state=True)
         return self._add_mlp(x + y), state
 
-    def step(self, x: Tensor, state: Mamba3State) -> tuple[Tensor, Mamba3State]:
-        """Run one token: x (B, D)."""
-        y, state = self.mixer.step(self.norm(x), state)
+    def step(
+        self, x: Tensor, state: Mamba3State, *, inplace: bool = False
+    ) -> tuple[Tensor, Mamba3State]:
+        """Run one token: x (B, D); `inplace` as in the mixer's step."""
+        y, state = self.mixer.step(self.norm(x), state, inplace=inplace)
         return self._add_mlp(x + y), state
 
     def _add_mlp(self, x: Tensor) -> Tensor:

@@ -216,12 +216,16 @@ class TMamba3Layer(nn.Module):
             y = ragged.unpack(y)
         return (y, state) if return_state else y
 
-    def step(self, u: Tensor, state: Mamba3State) -> tuple[Tensor, Mamba3State]:
+    def step(
+        self, u: Tensor, state: Mamba3State, *, inplace: bool = False
+    ) -> tuple[Tensor, Mamba3State]:
         """Mix one token into every sequence.
 
         Args:
             u: (B, D) or (B, 1, D).
-            state: of B sequences, as `forward` and `step` return it; it is not changed.
+            state: of B sequences, as `forward` and `step` return it.
+            inplace: update the state's tensors where they are and return them, recording no
+                gradient. False (the default) leaves them as they are.
 
         Returns:
             The output, of u's shape and dtype, and the new state.
@@ -231,7 +235,7 @@ class TMamba3Layer(nn.Module):
             raise ValueError(f"step takes one token, (B, D) or (B, 1, D), got {tuple(u.shape)}")
         token = u.flatten(0, 1) if u.dim() == 3 else u
         tensors, options = self._project(token)
-        y, state = mamba3_step(*tensors, **options, state=state)
+        y, state = mamba3_step(*tensors, **options, state=state, inplace=inplace)
         return self.out_proj(y.flatten(-2)).view(u.shape), state
 
     def new_state(self, batch: int) -> Mamba3State:

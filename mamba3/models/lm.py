@@ -157,12 +157,16 @@ class Mamba3LM(nn.Module):
             )
         return LMOutput(logits if return_logits else None, loss, state)
 
-    def step(self, input_ids: Tensor, state: LMState) -> tuple[Tensor, LMState]:
+    def step(
+        self, input_ids: Tensor, state: LMState, *, inplace: bool = False
+    ) -> tuple[Tensor, LMState]:
         """Read one token a sequence and predict the next.
 
         Args:
             input_ids: (B,) or (B, 1) int.
-            state: of B sequences; it is not changed.
+            state: of B sequences.
+            inplace: update the state's tensors where they are and return them, recording no
+                gradient. False (the default) leaves them as they are.
 
         Returns:
             Logits (B, V), V the padded vocabulary, and the new state.
@@ -170,7 +174,7 @@ class Mamba3LM(nn.Module):
         if input_ids.dim() == 2 and input_ids.shape[1] == 1:
             input_ids = input_ids.squeeze(1)
         self._check_ids(input_ids, "input_ids", "(B,) or (B, 1)", 1)
-        x, state = self.backbone.step(input_ids, state)
+        x, state = self.backbone.step(input_ids, state, inplace=inplace)
         return self.lm_head(x), state
 
     def new_state(self, batch: int) -> LMState:
@@ -256,12 +260,12 @@ class Backbone(nn.Module):
             states.append(after)
         return self.norm_f(x), LMState(tuple(states))
 
-    def step(self, input_ids: Tensor, state: LMState) -> tuple[Tensor, LMState]:
+    def step(self, input_ids: Tensor, state: LMState, *, inplace: bool) -> tuple[Tensor, LMState]:
         """From one token a sequence (B,) to features (B, D)."""
         x = self._embed(input_ids)
         states = []
         for block, before in zip(self.layers, state.layers, strict=True):
-            x, after = block.step(x, before)
+            x, after = block.step(x, before, inplace=inplace)
             states.append(after)
         return self.norm_f(x), LMState(tuple(states))
 
