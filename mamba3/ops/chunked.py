@@ -31,12 +31,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .autograd import first_order, no_autocast
+from .boundary import closing_state, opening_h
 from .chunk_scan import ChunkScan, widest
 from .chunking import Chunking, SequenceEnds, blocks, default_chunk_size, empty_split, rows_of
 from .norm import rms_norm
-from .reference import Mimo, rotate, wrap_phase
+from .reference import Mimo, wrap_phase
 from .state import Mamba3State
-from .streams import complex_state_update
 
 
 @no_autocast
@@ -60,9 +60,8 @@ def mamba3_scan_chunked(
     chunk_size: int | None,
 ) -> tuple[Tensor, Mamba3State]:
     """Run whole sequences chunk by chunk; arguments as in `mamba3.ops.mamba3_scan`."""
-    batch, length, heads, _ = x.shape
+    batch, length = x.shape[:2]
     rank = b.shape[2]
-    h, phase0, k_prev, x_prev = state
     if cu_seqlens is None:
         size = chunk_size or default_chunk_size(rank, length)
         chunks = Chunking.dense(batch, length, size)
@@ -73,21 +72,14 @@ def mamba3_scan_chunked(
         chunks = Chunking.packed(lengths, size, x.device)
         ends = SequenceEnds.of(cu_seqlens)
 
-    phase = _Phase.apply(rate, dt, phase0, cu_seqlens)
+    phase = _Phase.apply(rate, dt, state.phase, cu_seqlens)
 
-    # What the trapezoid adds to a token one step later, and to the incoming state at once.
-    late = (1 - lam) * dt
-    look_ahead = F.pad(late[:, 1:], (0, 0, 0, 1))
-    if ends is None:
-        late_first = late[:, 0]
-    else:
+    # What the trapezoid adds to a token one step later.
+    look_ahead = F.pad(((1 - lam) * dt)[:, 1:], (0, 0, 0, 1))
+    if ends is not None:
         look_ahead = look_ahead.index_fill(1, ends.last_of_nonempty, 0.0)
-        late_first = late[0, ends.first] * ends.nonempty[:, None]
     gamma = lam * dt
-    v_prev = x_prev.unsqueeze(2) if mimo is None else x_prev.unsqueeze(2) * mimo[0]
-    h = complex_state_update(
-        h, v_prev * late_first[..., None, None], k_prev.transpose(1, 2), torch.ones_like(late_first)
-    )
+    h = opening_h(state, dt, lam, None if mimo is None else mimo[0], ends)
     y, h = ChunkScan.apply(
         chunks.split(x),
         chunks.split(b),
@@ -112,17 +104,8 @@ def mamba3_scan_chunked(
     )
     y = chunks.join(y)
 
-    if ends is None:
-        last = (b[:, -1], phase[:, -1], x[:, -1])
-    else:
-        last = (b[0, ends.last], phase[0, ends.last], x[0, ends.last])
-    per_group = heads // b.shape[3]
-    b_last = last[0].repeat_interleave(per_group, dim=2) + b_bias.transpose(0, 1)
-    k_last = rotate(b_last, last[1][:, None], interleaved=mimo is None)
-    final = Mamba3State(h, last[1], k_last, last[2])
-    if ends is not None:
-        final = Mamba3State(*map(ends.where_nonempty, final, state))
-    return y, final
+    last_phase = phase[:, -1] if ends is None else phase[0, ends.last]
+    return y, closing_state(h, last_phase, x, b, b_bias, mimo is None, ends, state)
 
 
 class _Phase(torch.autograd.Function):

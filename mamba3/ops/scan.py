@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from .chunked import mamba3_scan_chunked
 from .dispatch import backend
+from .kernel_scan import has_kernel, mamba3_scan_kernels
 from .reference import Mimo, mamba3_scan_reference
 from .state import Mamba3State
 
@@ -32,11 +34,13 @@ def mamba3_scan(
     state: Mamba3State | None = None,
     cu_seqlens: Tensor | None = None,
     chunk_size: int | None = None,
-) -> tuple[Tensor, Mamba3State]:
+    return_state: bool = True,
+) -> tuple[Tensor, Mamba3State | None]:
     """Run Mamba-3's recurrence: bias and rotate B and C, scan, add D, norm, gate, mix streams.
 
     It computes in float32 (float64 when x is), differentiably in every tensor argument, the
-    state included. Memory is linear in L.
+    state included. On a GPU, Triton kernels take matrix products of half-precision x in its own
+    dtype, with float32 sums. Memory is linear in L.
 
     Args:
         x: values, (B, L, H, P).
@@ -60,11 +64,12 @@ def mamba3_scan(
         cu_seqlens: sequences packed in one row (B = 1): their boundaries, int, (sequences + 1,),
             from 0 to L, never decreasing.
         chunk_size: tokens a chunk; None takes what was measured to be fastest. Changes speed and
-            memory only.
+            memory only. The kernels round it to what their tiles allow.
+        return_state: False saves the work of making the state.
 
     Returns:
         The output (B, L, H, P) in x's dtype, and the state after the last token (of every
-        sequence).
+        sequence), or None.
 
     Raises:
         ValueError: shapes that do not fit, boundaries that do not cover the row.
@@ -83,30 +88,41 @@ def mamba3_scan(
     _check_shapes(x, b, c, dt, a, lam, rate, b_bias, c_bias, d, z, mimo, norm_weight)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, or None, got {chunk_size}")
-    if cu_seqlens is not None:
-        _check_cu_seqlens(cu_seqlens, x)
-    sequences = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
+    if cu_seqlens is None:
+        bounds = range(0, x.shape[0] * x.shape[1] + 1, x.shape[1])
+    else:
+        bounds = _checked_bounds(cu_seqlens, x)
+    sequences = len(bounds) - 1
+    if state is not None:
+        state.check(Mamba3State.zeros_for(sequences, x, b, rate, device="meta"))
     wide = torch.promote_types(x.dtype, torch.float32)
+    state = None if state is None else state.to(wide)
+    tensors = [x, b, c, dt, a, lam, rate, b_bias, c_bias, d, z, mimo, norm_weight, norm_eps]
+    chosen = backend(x.device)
+    if chosen == "triton" and has_kernel(x, b):
+        more = (state, cu_seqlens, bounds, chunk_size, return_state)
+        return mamba3_scan_kernels(*tensors, *more)
+
+    tensors = [_widened(t, wide) for t in tensors]
     if state is None:
         state = Mamba3State.zeros_for(sequences, x, b, rate, device=x.device, dtype=wide)
-    else:
-        state.check(Mamba3State.zeros_for(sequences, x, b, rate, device="meta"))
-
-    tensors = [t.to(wide) for t in (x, b, c, dt, a, lam, rate, b_bias, c_bias, d)]
-    z, norm_weight = (None if t is None else t.to(wide) for t in (z, norm_weight))
-    mimo = None if mimo is None else tuple(t.to(wide) for t in mimo)
-    tensors += [z, mimo, norm_weight, norm_eps]
-    state = state.to(wide)
-    if backend(x.device) != "reference":
+    if chosen != "reference":
         y, state = mamba3_scan_chunked(*tensors, state, cu_seqlens, chunk_size)
     elif cu_seqlens is None:
         y, state = mamba3_scan_reference(*tensors, state)
     else:
-        y, state = _each_sequence(tensors, state, cu_seqlens.tolist())
-    return y.to(x.dtype), state
+        y, state = _each_sequence(tensors, state, bounds)
+    return y.to(x.dtype), state if return_state else None
 
 
-def _each_sequence(tensors: list, state: Mamba3State, bounds: list[int]):
+def _widened(t, dtype: torch.dtype):
+    """Tensors, alone or in a tuple, in a dtype; anything else as it is."""
+    if isinstance(t, tuple):
+        return tuple(_widened(one, dtype) for one in t)
+    return t.to(dtype) if isinstance(t, Tensor) else t
+
+
+def _each_sequence(tensors: list, state: Mamba3State, bounds: Sequence[int]):
     """Run the reference on packed sequences, one by one."""
     ys, states = [], []
     for i, (start, stop) in enumerate(pairwise(bounds)):
@@ -158,7 +174,7 @@ def _check_shapes(x, b, c, dt, a, lam, rate, b_bias, c_bias, d, z, mimo, norm_we
             raise ValueError(f"{name} has shape {tuple(t.shape)}, expected {tuple(shape)}")
 
 
-def _check_cu_seqlens(cu_seqlens: Tensor, x: Tensor) -> None:
+def _checked_bounds(cu_seqlens: Tensor, x: Tensor) -> tuple[int, ...]:
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype.is_floating_point:
         raise ValueError(
             "cu_seqlens must be a 1-D int tensor of at least 2 boundaries, got "
@@ -173,3 +189,4 @@ def _check_cu_seqlens(cu_seqlens: Tensor, x: Tensor) -> None:
         raise ValueError(
             f"cu_seqlens must rise from 0 to the row's length {x.shape[1]}, got {bounds}"
         )
+    return tuple(bounds)

@@ -1,0 +1,145 @@
+"""The scan on Triton's kernels, with their autograd.Function; for GPUs.
+
+Forward: weights and phases of chunks, states at their borders, outputs, then the gate. Backward:
+the gate, gradients of the states, then all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .autograd import first_order, no_autocast
+from .boundary import closing_state, opening_h
+from .chunking import SequenceEnds
+from .gate import gate_and_mix
+from .reference import Mimo
+from .state import Mamba3State
+from .streams import pairs
+
+
+@no_autocast
+def mamba3_scan_kernels(
+    x: Tensor,
+    b: Tensor,
+    c: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    lam: Tensor,
+    rate: Tensor,
+    b_bias: Tensor,
+    c_bias: Tensor,
+    d: Tensor,
+    z: Tensor | None,
+    mimo: Mimo | None,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    state: Mamba3State | None,
+    cu_seqlens: Tensor | None,
+    bounds: Sequence[int],
+    chunk_size: int | None,
+    return_state: bool,
+) -> tuple[Tensor, Mamba3State | None]:
+    """Run whole sequences; arguments as in `mamba3.ops.mamba3_scan`.
+
+    Args:
+        bounds: boundaries of the sequences in the flattened tokens, packed or not.
+    """
+    ends = None if cu_seqlens is None else SequenceEnds.of(cu_seqlens)
+    mimo_x, mimo_z, mimo_o = mimo or (None, None, None)
+    h0 = phase0 = None
+    if state is not None:
+        h0, phase0 = opening_h(state, dt, lam, mimo_x, ends), state.phase
+        h0 = h0 if mimo else _swap_pairs(h0, (-1, 2))
+    tokens = [_flat(t) for t in (x, b, c, dt, a, lam, rate)]
+    weights = [None if t is None else t.float().contiguous() for t in (b_bias, c_bias, d, mimo_x)]
+    y, h, phase = _KernelScan.apply(*tokens, *weights, h0, phase0, bounds, chunk_size)
+    if z is None and mimo is None and norm_weight is None:
+        y = y.squeeze(2)
+    else:
+        z = None if z is None else _flat(z)
+        y = gate_and_mix(y, z, mimo_z, mimo_o, norm_weight, norm_eps)
+    y = y.view(x.shape)
+    if not return_state:
+        return y, None
+    h = h if mimo else _swap_pairs(h, (2, -1))
+    return y, closing_state(h, phase, x, b, b_bias, mimo is None, ends, state)
+
+
+def has_kernel(x: Tensor, b: Tensor) -> bool:
+    """Whether the kernels do these dtypes and sizes; the torch path does the others.
+
+    Args:
+        x, b: of the scan.
+    """
+    return x.dtype != torch.float64 and b.shape[-1] <= 256 and b.shape[2] <= 64
+
+
+def _flat(t: Tensor) -> Tensor:
+    """(B, L, ...) -> (B*L, ...), all but the first dimension dense; a view where that can be."""
+    t = t.flatten(0, 1)
+    return t if t[0].is_contiguous() else t.contiguous()
+
+
+def _swap_pairs(h: Tensor, sizes: tuple[int, int]) -> Tensor:
+    """From interleaved pairs, sizes (-1, 2), to all real parts first, or with (2, -1) back."""
+    return h.unflatten(-1, sizes).transpose(-1, -2).flatten(-2)
+
+
+class _KernelScan(torch.autograd.Function):
+    """(T, ...) -> y (T, H, R, P) before the gate, and the h and phase after every sequence.
+
+    States, in and out, have the real parts of all pairs before the imaginary ones.
+    """
+
+    @staticmethod
+    def forward(ctx, *args):
+        from .triton.scan import Inputs, Scan
+
+        *inputs, h0, phase0, bounds, chunk_size = args
+        inputs = Inputs(*inputs)
+        scan = Scan(inputs, bounds, chunk_size)
+        h0, phase0 = (None if t is None else t.contiguous() for t in (h0, phase0))
+        with scan.on_device():
+            chunks, phase = scan.chunks(inputs, phase0)
+            states, h = scan.states(inputs, chunks, inputs.x, h0, reverse=False)
+            y = scan.outputs(inputs, chunks, states)
+        ctx.save_for_backward(*inputs, h0, h, *chunks, *states)
+        ctx.scan = scan
+        ctx.set_materialize_grads(False)
+        return y, h, phase
+
+    @staticmethod
+    @first_order
+    def backward(ctx, d_y, d_h, d_phase):
+        from .triton.scan import Chunks, Inputs, States
+
+        saved, scan = ctx.saved_tensors, ctx.scan
+        inputs, (h0, h) = Inputs(*saved[:11]), saved[11:13]
+        chunks, states = Chunks(*saved[13:15]), States(*saved[15:])
+        angles = inputs.rate.shape[1]
+        x, rank = inputs.x, inputs.b.shape[1]
+        d_y = x.new_zeros(*x.shape[:2], rank, x.shape[2]) if d_y is None else d_y.contiguous()
+        # The gradient of turning everything along with the final state; see `triton.scan_backward`.
+        tail = d_phase
+        if d_h is not None:
+            d_h = d_h.contiguous()
+            turning = _turning(h, d_h, angles)
+            tail = turning if tail is None else tail + turning
+        with scan.on_device():
+            d_states, d_h0 = scan.states(inputs, chunks, d_y, d_h, reverse=True)
+            grads = scan.gradients(inputs, chunks, d_y, states, d_states, tail)
+        grads = [None if g is None else g.to(t.dtype) for g, t in zip(grads, inputs, strict=True)]
+        if h0 is None:
+            return *grads, None, None, None, None
+        d_phase0 = -_turning(h0, d_h0, angles)
+        return *grads, d_h0, d_phase0 if tail is None else d_phase0 + tail, None, None
+
+
+def _turning(h: Tensor, d_h: Tensor, angles: int) -> Tensor:
+    """Gradient of turning the states h (..., P, N), given theirs: (..., S)."""
+    re, im = pairs(h, angles, interleaved=False)
+    d_re, d_im = pairs(d_h, angles, interleaved=False)
+    return (re * d_im - im * d_re).sum(-2)
