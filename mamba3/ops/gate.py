@@ -58,7 +58,7 @@ class _GateAndMix(torch.autograd.Function):
             z = z.contiguous()
         ctx.save_for_backward(y, z, mimo_z, mimo_o, norm_weight)
         ctx.norm_eps = norm_eps
-        return gate_forward(y, z, mimo_z, mimo_o, norm_weight, norm_eps)
+        return gate_forward(y, z, mimo_z, mimo_o, norm_weight, norm_eps, y.dtype)
 
     @staticmethod
     @first_order

@@ -31,7 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, gate: Tensor | None =
     Source: Zhang and Sennrich, arXiv 1910.07467, equation 4.
     """
     _check(x, weight, "gate", gate)
-    if _on_kernels(x, weight, gate):
+    if on_kernels(x, weight, gate):
         return run(_FusedRMSNorm, x, weight, gate, None, eps)[0]
     wide = torch.promote_types(x.dtype, torch.float32)
     out = run(_RMSNorm, x.to(wide), weight.to(wide), eps)
@@ -57,7 +57,7 @@ def add_rms_norm(
         ValueError: shapes that do not fit.
     """
     _check(x, weight, "residual", residual)
-    if _on_kernels(x, weight, residual):
+    if on_kernels(x, weight, residual):
         return run(_FusedRMSNorm, x, weight, None, residual, eps)
     summed = (x + residual).to(residual.dtype)
     return rms_norm(summed, weight, eps), summed
@@ -77,9 +77,10 @@ def _check(x: Tensor, weight: Tensor, name: str, like_x: Tensor | None) -> None:
         raise ValueError(f"{name} has shape {tuple(like_x.shape)}, expected {tuple(x.shape)}")
 
 
-def _on_kernels(x: Tensor, weight: Tensor, other: Tensor | None) -> bool:
-    dtypes = x.dtype, weight.dtype, None if other is None else other.dtype
-    return torch.float64 not in dtypes and backend(x.device) == "triton"
+def on_kernels(*tensors: Tensor | None) -> bool:
+    """Whether an op of these tensors runs on Triton's kernels, which compute in float32."""
+    dtypes = [t.dtype for t in tensors if t is not None]
+    return torch.float64 not in dtypes and backend(tensors[0].device) == "triton"
 
 
 class _RMSNorm(torch.autograd.Function):

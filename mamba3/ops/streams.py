@@ -4,8 +4,9 @@ A complex vector is N real channels. Pair i is channels (2i, 2i + 1) when interl
 of SISO weights, or (i, i + N/2) otherwise, that of MIMO weights. An operand of 2S < N channels
 holds the first S pairs; the others are left alone.
 
-Each op is a public function over an autograd.Function whose backward is written out. Operands
-broadcast over the leading dimensions as torch's own do.
+Each op is a public function over an autograd.Function whose backward is written out: Triton's
+kernels on a GPU, torch's own ops elsewhere and in float64. Operands broadcast over the leading
+dimensions as torch's own do.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .autograd import first_order, no_autocast, run
+from .norm import on_kernels
 
 
 def complex_mul(a: Tensor, b: Tensor, *, interleaved: bool = True) -> Tensor:
@@ -139,26 +141,25 @@ class _ComplexMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, b, interleaved):
         ctx.save_for_backward(a, b)
-        ctx.interleaved = interleaved
+        ctx.interleaved, ctx.on_kernels = interleaved, on_kernels(a, b)
+        if ctx.on_kernels:
+            from .triton.streams import complex_forward
+
+            return complex_forward(*_broadcast(a, b), interleaved, add=False)
         return _mul(a, b, interleaved)
 
     @staticmethod
     @first_order
     def backward(ctx, grad):
         a, b = ctx.saved_tensors
-        re, im = pairs(b, b.shape[-1] // 2, ctx.interleaved)
-        conj = torch.empty_like(b)
-        conj_re, conj_im = pairs(conj, b.shape[-1] // 2, ctx.interleaved)
-        conj_re.copy_(re)
-        conj_im.copy_(-im)
-        grad_a = _mul(grad, conj, ctx.interleaved)
-        grad_re, grad_im = pairs(grad, b.shape[-1] // 2, ctx.interleaved)
-        a_re, a_im = pairs(a, b.shape[-1] // 2, ctx.interleaved)
-        full = grad.new_empty(*grad.shape[:-1], b.shape[-1])
-        full_re, full_im = pairs(full, b.shape[-1] // 2, ctx.interleaved)
-        full_re.copy_(grad_re * a_re + grad_im * a_im)
-        full_im.copy_(grad_im * a_re - grad_re * a_im)
-        return grad_a.sum_to_size(a.shape), full.sum_to_size(b.shape), None
+        if ctx.on_kernels:
+            from .triton.streams import complex_mul_backward
+
+            rows = _broadcast(a, b)
+            grad_a, grad_b = complex_mul_backward(grad.contiguous(), *rows, ctx.interleaved)
+        else:
+            grad_a, grad_b = _mul_backward(grad, a, b, ctx.interleaved)
+        return grad_a.sum_to_size(a.shape), grad_b.sum_to_size(b.shape), None
 
 
 class _ComplexAdd(torch.autograd.Function):
@@ -166,6 +167,10 @@ class _ComplexAdd(torch.autograd.Function):
     def forward(ctx, a, b, interleaved):
         ctx.shapes = a.shape, b.shape
         ctx.interleaved = interleaved
+        if on_kernels(a, b):
+            from .triton.streams import complex_forward
+
+            return complex_forward(*_broadcast(a, b), interleaved, add=True)
         out = _spread(a, b)
         for mine, theirs in zip(
             pairs(out, b.shape[-1] // 2, interleaved),
@@ -192,6 +197,14 @@ class _ComplexAdd(torch.autograd.Function):
 class _BroadcastStreams(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
+        ctx.on_kernels = on_kernels(x, weight)
+        if ctx.on_kernels:
+            from .triton.streams import broadcast_forward
+
+            ctx.shape = x.shape
+            x, weight = x.reshape(-1, *x.shape[-2:]).contiguous(), weight.contiguous()
+            ctx.save_for_backward(x, weight)
+            return broadcast_forward(x, weight).view(*ctx.shape[:-2], *weight.shape)
         ctx.save_for_backward(x, weight)
         return x.unsqueeze(-2) * weight
 
@@ -199,6 +212,11 @@ class _BroadcastStreams(torch.autograd.Function):
     @first_order
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
+        if ctx.on_kernels:
+            from .triton.streams import broadcast_backward
+
+            grad_x, grad_weight = broadcast_backward(grad.contiguous(), x, weight)
+            return grad_x.view(ctx.shape), grad_weight
         grad_weight = (grad * x.unsqueeze(-2)).sum_to_size(weight.shape)
         return (grad * weight).sum(-2), grad_weight
 
@@ -206,6 +224,16 @@ class _BroadcastStreams(torch.autograd.Function):
 class _MixStreams(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, weight):
+        ctx.on_kernels = on_kernels(y, weight)
+        if ctx.on_kernels:
+            from .triton.gate import gate_forward
+
+            ctx.shape = y.shape
+            y, weight = y.reshape(-1, *y.shape[-3:]).contiguous(), weight.contiguous()
+            ctx.save_for_backward(y, weight)
+            dtype = torch.promote_types(y.dtype, weight.dtype)
+            out = gate_forward(y, None, None, weight, None, 0.0, dtype)
+            return out.view(*ctx.shape[:-2], -1)
         ctx.save_for_backward(y, weight)
         return (y * weight).sum(-2)
 
@@ -213,6 +241,11 @@ class _MixStreams(torch.autograd.Function):
     @first_order
     def backward(ctx, grad):
         y, weight = ctx.saved_tensors
+        if ctx.on_kernels:
+            from .triton.gate import gate_backward
+
+            grads = gate_backward(grad.contiguous(), y, None, None, weight, None, 0.0)
+            return grads[0].view(ctx.shape), grads[3]
         grad = grad.unsqueeze(-2)
         return grad * weight, (grad * y).sum_to_size(weight.shape)
 
@@ -220,6 +253,13 @@ class _MixStreams(torch.autograd.Function):
 class _StateUpdate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, v, k, decay):
+        ctx.on_kernels = on_kernels(h, v, k, decay)
+        if ctx.on_kernels:
+            from .triton.streams import state_update_forward
+
+            h, v, k, decay = (t.contiguous() for t in (h, v, k, decay))
+            ctx.save_for_backward(h, v, k, decay)
+            return state_update_forward(h, v, k, decay)
         ctx.save_for_backward(h, v, k, decay)
         out = h * decay[..., None, None]
         out.view(-1, *out.shape[-2:]).baddbmm_(v.flatten(0, -3).transpose(1, 2), k.flatten(0, -3))
@@ -229,6 +269,10 @@ class _StateUpdate(torch.autograd.Function):
     @first_order
     def backward(ctx, grad):
         h, v, k, decay = ctx.saved_tensors
+        if ctx.on_kernels:
+            from .triton.streams import state_update_backward
+
+            return state_update_backward(grad.contiguous(), h, v, k, decay)
         grad_decay = (grad * h).sum((-2, -1))
         return grad * decay[..., None, None], k @ grad.mT, v @ grad, grad_decay
 
@@ -247,6 +291,23 @@ def _mul(a: Tensor, b: Tensor, interleaved: bool) -> Tensor:
     return out
 
 
+def _mul_backward(grad: Tensor, a: Tensor, b: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    count = b.shape[-1] // 2
+    re, im = pairs(b, count, interleaved)
+    conj = torch.empty_like(b)
+    conj_re, conj_im = pairs(conj, count, interleaved)
+    conj_re.copy_(re)
+    conj_im.copy_(-im)
+    grad_a = _mul(grad, conj, interleaved)
+    grad_re, grad_im = pairs(grad, count, interleaved)
+    a_re, a_im = pairs(a, count, interleaved)
+    grad_b = grad.new_empty(*grad.shape[:-1], b.shape[-1])
+    full_re, full_im = pairs(grad_b, count, interleaved)
+    full_re.copy_(grad_re * a_re + grad_im * a_im)
+    full_im.copy_(grad_im * a_re - grad_re * a_im)
+    return grad_a, grad_b
+
+
 def _is_complex(t: Tensor) -> bool:
     """Whether neighbouring channels can be viewed as complex numbers."""
     return t.is_contiguous() and t.dtype in (torch.float32, torch.float64)
@@ -254,8 +315,18 @@ def _is_complex(t: Tensor) -> bool:
 
 def _spread(a: Tensor, b: Tensor) -> Tensor:
     """A copy of `a` (..., N), broadcast to b's leading dimensions."""
-    shape = torch.broadcast_tensors(a[..., :1], b[..., :1])[0].shape[:-1]
-    return a.expand(*shape, -1).clone(memory_format=torch.contiguous_format)
+    return a.expand(*_leading(a, b), -1).clone(memory_format=torch.contiguous_format)
+
+
+def _leading(a: Tensor, b: Tensor) -> torch.Size:
+    """The leading dimensions of (..., N) and (..., 2S), broadcast."""
+    return torch.broadcast_tensors(a[..., :1], b[..., :1])[0].shape[:-1]
+
+
+def _broadcast(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """`a` (..., N) and `b` (..., 2S), contiguous, over the same leading dimensions."""
+    shape = _leading(a, b)
+    return a.expand(*shape, -1).contiguous(), b.expand(*shape, -1).contiguous()
 
 
 def _check_pairs(a: Tensor, b: Tensor) -> None:

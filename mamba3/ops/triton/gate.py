@@ -161,11 +161,16 @@ def _backward_kernel(
         tl.store(row, tl.where(streams == 0, tl.sum(grad_norm, 0, keep_dims=True), 0.0), here)
 
 
-def gate_forward(y, z, mimo_z, mimo_o, norm_weight, norm_eps) -> Tensor:
-    """The output (T, H, P), of arguments as in `gate_and_mix` that are dense but for z's tokens."""
+def gate_forward(y, z, mimo_z, mimo_o, norm_weight, norm_eps, dtype) -> Tensor:
+    """The output (T, H, P) in `dtype`.
+
+    Args:
+        y, z, mimo_z, mimo_o, norm_weight, norm_eps: as in `gate_and_mix`, all dense but for z's
+            tokens, which may be any distance apart.
+    """
     tokens, heads, _, headdim = y.shape
     constants = _constants(y, z, mimo_z, mimo_o, norm_weight, TILE)
-    out = torch.empty(tokens, heads, headdim, dtype=y.dtype, device=y.device)
+    out = torch.empty(tokens, heads, headdim, dtype=dtype, device=y.device)
     inputs = [y if t is None else t for t in (z, mimo_z, mimo_o, norm_weight)]
     sizes = tokens, heads, _z_stride(z, constants), norm_eps
     with on_device(y):
