@@ -31,10 +31,9 @@ PROGRAMS = 528
 
 
 @triton.jit
-def _places(tile, count, inner, t_stride, w_stride, j_stride, N: tl.constexpr, UNIT: tl.constexpr,
-            ROWS: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+def _places(tile, w, weights, count, inner, t_stride, w_stride, j_stride, N: tl.constexpr,
+            UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
     """A tile's rows and whether they exist; its offsets in x and elsewhere, its mask."""
-    w, weights = tl.program_id(1), tl.num_programs(1)
     k = tile * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, BLOCK_N)[None, :]
     t, j = k // inner, k % inner
@@ -48,12 +47,13 @@ def _places(tile, count, inner, t_stride, w_stride, j_stride, N: tl.constexpr, U
 @triton.jit(do_not_specialize=["count", "t_stride", "w_stride", "j_stride"])
 def _forward_kernel(
     x_ptr, weight_ptr, gate_ptr, residual_ptr, out_ptr, summed_ptr, rstd_ptr,
-    count, inner, t_stride, w_stride, j_stride, eps,
+    weights, count, inner, t_stride, w_stride, j_stride, eps,
     N: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     GATE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
+    tile, w = tl.program_id(0) // weights, tl.program_id(0) % weights
     row, exists, x_at, at, here = _places(
-        tl.program_id(0), count, inner, t_stride, w_stride, j_stride, N, UNIT, ROWS, BLOCK_N
+        tile, w, weights, count, inner, t_stride, w_stride, j_stride, N, UNIT, ROWS, BLOCK_N
     )
     x = tl.load(x_ptr + x_at, here, 0.0).to(tl.float32)
     if ADD:
@@ -64,7 +64,7 @@ def _forward_kernel(
     rstd = tl.rsqrt(tl.sum(x * x, 1) / N + eps)
     tl.store(rstd_ptr + row, rstd, exists)
     n = tl.arange(0, BLOCK_N)[None, :]
-    weight = tl.load(weight_ptr + tl.program_id(1) * N + n, n < N, 0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + w.to(tl.int64) * N + n, n < N, 0.0).to(tl.float32)
     out = x * rstd[:, None] * weight
     if GATE:
         gate = tl.load(gate_ptr + at, here, 0.0).to(tl.float32)
@@ -76,16 +76,18 @@ def _forward_kernel(
 def _backward_kernel(
     grad_ptr, x_ptr, weight_ptr, gate_ptr, grad_summed_ptr, rstd_ptr,
     grad_x_ptr, grad_residual_ptr, grad_gate_ptr, partial_ptr,
-    count, inner, t_stride, w_stride, j_stride,
+    weights, count, inner, t_stride, w_stride, j_stride,
     N: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     GATE: tl.constexpr, ADD: tl.constexpr, TWO_DTYPES: tl.constexpr,
 ):  # fmt: skip
+    part, w = tl.program_id(0) // weights, tl.program_id(0) % weights
+    parts = tl.num_programs(0) // weights
     n = tl.arange(0, BLOCK_N)[None, :]
-    weight = tl.load(weight_ptr + tl.program_id(1) * N + n, n < N, 0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + w.to(tl.int64) * N + n, n < N, 0.0).to(tl.float32)
     grad_weight = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
+    for tile in range(part, tl.cdiv(count, ROWS), parts):
         row, exists, x_at, at, here = _places(
-            tile, count, inner, t_stride, w_stride, j_stride, N, UNIT, ROWS, BLOCK_N
+            tile, w, weights, count, inner, t_stride, w_stride, j_stride, N, UNIT, ROWS, BLOCK_N
         )
         grad = tl.load(grad_ptr + at, here, 0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + row, exists, 0.0)[:, None]
@@ -106,7 +108,7 @@ def _backward_kernel(
         tl.store(grad_x_ptr + at, grad, here)
         if TWO_DTYPES:
             tl.store(grad_residual_ptr + at, grad, here)
-    place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * N + n
+    place = tl.program_id(0).to(tl.int64) * N + n
     tl.store(partial_ptr + place, tl.sum(grad_weight, 0, keep_dims=True), n < N)
 
 
@@ -151,7 +153,7 @@ def norm_forward(x, rows, weight, gate, residual, eps) -> tuple[Tensor, Tensor |
     gate, residual, total = (x if t is None else t for t in (gate, residual, summed))
     tensors = x, weight, gate, residual, out, total, rstd
     with on_device(x):
-        grid = _tiles(rows, constants), rows.sizes[1]
+        grid = (_tiles(rows, constants) * rows.sizes[1],)
         _forward_kernel[grid](*tensors, *_where(rows, constants), eps, **constants)
     return out, summed, rstd
 
@@ -178,7 +180,7 @@ def norm_backward(grad, grad_summed, x, rows, weight, gate, rstd, dtype):
     tensors = grad, x, weight, *given, rstd, *outputs, partial
     with on_device(x):
         where = _where(rows, constants)
-        _backward_kernel[(programs, weights)](*tensors, *where, **constants)
+        _backward_kernel[(programs * weights,)](*tensors, *where, **constants)
     return grad_x, partial.sum(0).to(weight.dtype), grad_gate, grad_residual
 
 
@@ -202,9 +204,10 @@ def _tiles(rows: Rows, constants: dict) -> int:
 
 
 def _where(rows: Rows, constants: dict) -> tuple[int, ...]:
-    """The kernels' arguments count, inner and the strides."""
+    """The kernels' arguments weights, count, inner and the strides."""
     strides = (stride // constants["UNIT"] for stride in rows.strides)
-    return rows.sizes[0] * rows.sizes[2], rows.sizes[2], *strides
+    outer, weights, inner = rows.sizes
+    return weights, outer * inner, inner, *strides
 
 
 def _one_stride(x: Tensor, first: int, stop: int) -> tuple[int, int] | None:
