@@ -1,7 +1,7 @@
 """Generation: one pass over the prompt, then one token a step from the recurrent state.
 
-`stream` yields tokens as they come, `generate` collects them. Neither keeps anything between
-calls; a conversation carries on from the state that `generate` returns.
+`stream` yields tokens as they come, `generate` collects them. A conversation carries on from the
+state that `generate` returns. On a GPU the steps are replayed from a recording (`decode_graph`).
 
     B   rows of the batch
     L   length of the longest prompt
@@ -11,6 +11,7 @@ calls; a conversation carries on from the state that `generate` returns.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import operator
@@ -21,10 +22,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .decode_graph import Decoder
+
 if TYPE_CHECKING:
     from mamba3.models.lm import LMState, Mamba3LM
 
 logger = logging.getLogger(__name__)
+_warn_once = functools.cache(logger.warning)
 
 
 def generate(
@@ -86,9 +90,8 @@ def generate(
         model, input_ids, max_new_tokens, attention_mask, eos_token_id, pad_token_id, state
     )
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    steps = _decode(model, request, sampler)
-    first, prompt_state = next(steps)
-    new = torch.stack([first, *(tokens for tokens, _ in steps)], dim=1)
+    logits, prompt_state = _read_prompt(model, request)
+    new = torch.stack(list(_decode(model, request, sampler, logits, prompt_state)), dim=1)
     result = torch.cat([request.input_ids, new], dim=1)
     if not return_state:
         return result
@@ -127,40 +130,50 @@ def stream(
         model, input_ids, max_new_tokens, attention_mask, eos_token_id, pad_token_id, state
     )
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    return (tokens for tokens, _ in _decode(model, request, sampler))
+
+    def steps():
+        yield from _decode(model, request, sampler, *_read_prompt(model, request))
+
+    return steps()
+
+
+@torch.inference_mode()
+def _read_prompt(model: Mamba3LM, request: _Request) -> tuple[Tensor, LMState]:
+    """The logits (B, V) after the prompt, and the state."""
+    logits, state = _forward(model, request.input_ids, request.mask, request.state)
+    if not torch.isfinite(logits[:, : model.config.vocab_size]).all():
+        raise ValueError(
+            "the logits after the prompt hold NaN or Inf; check the model's weights, and the "
+            "state if one was given"
+        )
+    return logits, state
 
 
 def _decode(
-    model: Mamba3LM, request: _Request, sampler: Sampler
-) -> Iterator[tuple[Tensor, LMState]]:
-    """Yield each step's tokens (B,) and the state before them."""
-    ids, mask, vocab_size = request.input_ids, request.mask, model.config.vocab_size
+    model: Mamba3LM, request: _Request, sampler: Sampler, logits: Tensor, state: LMState
+) -> Iterator[Tensor]:
+    """Yield each step's tokens (B,), given what came of the prompt; the state is left as it is."""
+    ids, vocab_size = request.input_ids, model.config.vocab_size
     generator = None
     if sampler.seed is not None:
         generator = torch.Generator(ids.device).manual_seed(sampler.seed)
     # Inference mode is left at every yield: it must not reach the caller's code, and tokens made
     # outside of it can be trained on.
     with torch.inference_mode():
-        logits, state = _forward(model, ids, mask, request.state)
-        if not torch.isfinite(logits[:, :vocab_size]).all():
-            raise ValueError(
-                "the logits after the prompt hold NaN or Inf; check the model's weights, and the "
-                "state if one was given"
-            )
-        seen = _tokens_seen(ids, mask, vocab_size)
+        seen = _tokens_seen(ids, request.mask, vocab_size)
         done = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
-    for tokens_left in reversed(range(request.max_new_tokens)):
-        with torch.inference_mode():
-            chosen = sampler(logits[:, :vocab_size].float(), seen, generator)
-            seen.scatter_(1, chosen[:, None], True)
-        tokens = chosen.masked_fill(done, request.pad_token_id)
-        done = done | torch.isin(chosen, request.eos)
-        yield tokens, state
-        if tokens_left == 0 or (request.eos.numel() and done.all()):
-            return
-        # A row that has ended is still fed what it would say, so pad_token_id may be any number.
-        with torch.inference_mode():
-            logits, state = model.step(chosen, state)
+    with contextlib.closing(Decoder(model, state, request.max_new_tokens - 1)) as decoder:
+        for tokens_left in reversed(range(request.max_new_tokens)):
+            with torch.inference_mode():
+                chosen = sampler(logits[:, :vocab_size].float(), seen, generator)
+                seen.scatter_(1, chosen[:, None], True)
+            tokens = chosen.masked_fill(done, request.pad_token_id)
+            done = done | torch.isin(chosen, request.eos)
+            yield tokens
+            if tokens_left == 0 or (request.eos.numel() and done.all()):
+                return
+            # A row that has ended is still fed what it would say: pad_token_id may be any number.
+            logits = decoder(chosen)
 
 
 def _forward(
@@ -370,8 +383,3 @@ def _checked_mask(attention_mask: Tensor, ids: Tensor) -> Tensor:
             f"row {empty[0]} of attention_mask is all padding; every prompt needs a real token"
         )
     return mask
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)
