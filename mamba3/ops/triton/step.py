@@ -25,8 +25,8 @@ from ..state import Mamba3State
 
 # Elements of h that a warp keeps in registers.
 WARP_ELEMENTS = 4096
-# Neighbouring threads hold this much of a row of h, and the same threads the rest of the row: a
-# sum over N is then mostly additions within a thread, not shuffles.
+# Neighbouring threads hold a span of a row of h, and the same threads its other spans: a sum over N
+# is then mostly additions within a thread, not shuffles.
 SPAN_BYTES = 128
 
 _TAU_HIGH = tl.constexpr(TAU_HIGH)
@@ -93,11 +93,17 @@ def _step_kernel(
             return
     place = slot * heads + head  # of this head in the state
 
-    lane = tl.arange(0, BLOCK_N // SPAN)[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
+    # h is (spans, P, SPAN). Loaded as a matrix with the spans on end, it is laid out as SPAN_BYTES
+    # says by every compiler.
+    SPANS: tl.constexpr = BLOCK_N // SPAN
+    lane = tl.arange(0, SPANS)[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
     in_n = lane < N
-    tile = place * P * N + p[:, None, None] * N + lane[None]
-    in_tile = in_p[:, None, None] & in_n[None]
+    line = tl.arange(0, SPANS * BLOCK_P)[:, None]
+    n = line // BLOCK_P * SPAN + tl.arange(0, SPAN)[None, :]
+    tile = place * P * N + line % BLOCK_P * N + n
+    in_tile = (line % BLOCK_P < P) & (n < N)
     h = tl.load(h_ptr + tile, in_tile, 0.0)
+    h = tl.reshape(h, [SPANS, BLOCK_P, SPAN])
 
     dt = tl.load(dt_ptr + row * dt_stride + head).to(tl.float32)
     lam = tl.load(lam_ptr + row * lam_stride + head).to(tl.float32)
@@ -135,8 +141,8 @@ def _step_kernel(
         if MIMO:
             weight = tl.load(mimo_x_ptr + (head * R + r) * P + p, in_p, 0.0)
             v, v_prev = v * weight, v_prev * weight
-        h += v[:, None, None] * k[None]
-        h += v_prev[:, None, None] * k_prev.to(tl.float32)[None]
+        h += v[None, :, None] * k[:, None, :]
+        h += v_prev[None, :, None] * k_prev.to(tl.float32)[:, None, :]
 
     out = tl.zeros([BLOCK_P], tl.float32)
     for r in tl.static_range(R):
@@ -146,7 +152,7 @@ def _step_kernel(
         skip = d * x
         if MIMO:
             skip *= tl.load(mimo_x_ptr + stream, in_p, 0.0)
-        y = tl.sum(tl.sum(h * q[None], 1), 1) + skip
+        y = tl.sum(tl.sum(h * q[:, None, :], 0), 1) + skip
         if NORM:
             y *= tl.rsqrt(tl.sum(y * y, 0) / P + norm_eps)
             y *= tl.load(norm_ptr + head * P + p, in_p, 0.0)
@@ -161,7 +167,7 @@ def _step_kernel(
 
     # The state may be written where it was read, and a thread also reads what others write.
     tl.debug_barrier()
-    tl.store(h_out_ptr + tile, h, in_tile)
+    tl.store(h_out_ptr + tile, tl.reshape(h, [SPANS * BLOCK_P, SPAN]), in_tile)
     tl.store(phase_out_ptr + place * S + pair, phase, turns & first)
     tl.store(x_out_ptr + place * P + p, x, in_p)
     for r in tl.static_range(R):
@@ -215,6 +221,7 @@ def step(
             NORM=norm_weight is not None,
             SLOTS=state_indices is not None,
             num_warps=min(16, max(1, block_p * block_n // WARP_ELEMENTS)),
+            enable_fp_fusion=True,
         )
     if not inplace:
         return y, after
