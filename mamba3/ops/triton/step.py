@@ -13,8 +13,6 @@ branch or store stands between them, so there are no branches, and stores come l
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +20,7 @@ from torch import Tensor
 
 from ..reference import TAU_HIGH, TAU_LOW
 from ..state import Mamba3State
+from .launch import on_device
 
 # Elements of h that a warp keeps in registers.
 WARP_ELEMENTS = 4096
@@ -69,7 +68,7 @@ def _rotated(maps, bias, lane, partner, here, cos, sin):
     return own * cos + other * sin
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _step_kernel(
     x_ptr, z_ptr, b_ptr, c_ptr, dt_ptr, a_ptr, lam_ptr, rate_ptr, b_bias_ptr, c_bias_ptr, d_ptr,
     mimo_x_ptr, mimo_z_ptr, mimo_o_ptr, norm_ptr, slot_ptr, h_ptr, phase_ptr, k_ptr, x_prev_ptr,
@@ -192,8 +191,7 @@ def step(
     weights = [t.contiguous().float() for t in (b_bias, c_bias, d)]
     streams = [t.contiguous().float() for t in mimo] if mimo else [d] * 3
     block_p, block_n = (triton.next_power_of_2(n) for n in (headdim, d_state))
-    on_device = torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
-    with on_device:
+    with on_device(x):
         _step_kernel[(batch * heads,)](
             *rows,
             *weights,
