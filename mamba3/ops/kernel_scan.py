@@ -80,7 +80,12 @@ def has_kernel(x: Tensor, b: Tensor) -> bool:
 def _flat(t: Tensor) -> Tensor:
     """(B, L, ...) -> (B*L, ...), all but the first dimension dense; a view where that can be."""
     t = t.flatten(0, 1)
-    return t if t[0].is_contiguous() else t.contiguous()
+    dense = 1
+    for size, stride in zip(reversed(t.shape[1:]), reversed(t.stride()[1:]), strict=True):
+        if stride != dense and size != 1:
+            return t.contiguous()
+        dense *= size
+    return t
 
 
 def _swap_pairs(h: Tensor, sizes: tuple[int, int]) -> Tensor:
@@ -96,13 +101,14 @@ class _KernelScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *args):
+        from .triton.launch import on_device
         from .triton.scan import Inputs, Scan
 
         *inputs, h0, phase0, bounds, chunk_size = args
         inputs = Inputs(*inputs)
-        scan = Scan(inputs, bounds, chunk_size)
         h0, phase0 = (None if t is None else t.contiguous() for t in (h0, phase0))
-        with scan.on_device():
+        with on_device(inputs.x):
+            scan = Scan(inputs, bounds, chunk_size)
             chunks, phase = scan.chunks(inputs, phase0)
             states, h = scan.states(inputs, chunks, inputs.x, h0, reverse=False)
             y = scan.outputs(inputs, chunks, states)
@@ -114,28 +120,47 @@ class _KernelScan(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, d_y, d_h, d_phase):
+        from .triton.launch import on_device
         from .triton.scan import Chunks, Inputs, States
 
         saved, scan = ctx.saved_tensors, ctx.scan
         inputs, (h0, h) = Inputs(*saved[:11]), saved[11:13]
-        chunks, states = Chunks(*saved[13:15]), States(*saved[15:])
-        angles = inputs.rate.shape[1]
+        chunks, states = Chunks(*saved[13:17]), States(*saved[17:])
         x, rank = inputs.x, inputs.b.shape[1]
         d_y = x.new_zeros(*x.shape[:2], rank, x.shape[2]) if d_y is None else d_y.contiguous()
-        # The gradient of turning everything along with the final state; see `triton.scan_backward`.
-        tail = d_phase
-        if d_h is not None:
-            d_h = d_h.contiguous()
-            turning = _turning(h, d_h, angles)
-            tail = turning if tail is None else tail + turning
-        with scan.on_device():
+        d_h = None if d_h is None else d_h.contiguous()
+        tail = _tail(h, d_h, d_phase, inputs.rate.shape[1])
+        with on_device(x):
             d_states, d_h0 = scan.states(inputs, chunks, d_y, d_h, reverse=True)
             grads = scan.gradients(inputs, chunks, d_y, states, d_states, tail)
-        grads = [None if g is None else g.to(t.dtype) for g, t in zip(grads, inputs, strict=True)]
         if h0 is None:
             return *grads, None, None, None, None
-        d_phase0 = -_turning(h0, d_h0, angles)
-        return *grads, d_h0, d_phase0 if tail is None else d_phase0 + tail, None, None
+        d_phase0 = -_turning(h0, d_h0, inputs.rate.shape[1])
+        if tail is not None:
+            d_phase0 = d_phase0 + tail[:, :, 0, :-1]
+        return *grads, d_h0, d_phase0, None, None
+
+
+def _tail(h: Tensor, d_h: Tensor | None, d_phase: Tensor | None, angles: int) -> Tensor | None:
+    """What a sequence's end adds to the sums over later tokens; see `triton.scan_backward`.
+
+    Args:
+        h, d_h: final states and their gradient, (sequences, H, P, N).
+        d_phase: gradient of the final phases, (sequences, H, S).
+
+    Returns:
+        (sequences, H, 2, S + 1), for inner chunks and the last one: of the phases, then of the
+        decay. Turning all tokens turns the final state along; the last chunk's border is it.
+    """
+    if d_h is None and d_phase is None:
+        return None
+    tail = h.new_zeros(*h.shape[:2], 2, angles + 1)
+    if d_phase is not None:
+        tail[..., :-1] += d_phase.unsqueeze(2)
+    if d_h is not None:
+        tail[:, :, 0, :-1] += _turning(h, d_h, angles)
+        tail[:, :, 1, -1] = (h * d_h).sum((2, 3))
+    return tail
 
 
 def _turning(h: Tensor, d_h: Tensor, angles: int) -> Tensor:

@@ -3,8 +3,8 @@
 A chunk of Q tokens is a tile of ROWS = Q * BR rows, row m being stream m % BR of token m // BR (BR
 is R rounded up to a power of two). SISO and MIMO are then the same matrix products, R = 1 or not.
 Channels of B, C and the state are handled as two half tiles, the real and the imaginary parts of
-the N/2 pairs, so that a rotation moves no data between lanes. States are stored so too: N/2 real
-parts, then N/2 imaginary ones.
+the N/2 pairs, so that a rotation moves no data between lanes. `maps` and states are stored so too:
+N/2 real parts, then N/2 imaginary ones.
 
     code        meaning                                                     shape
     table       per chunk: first token, end of its sequence, segment,       (K, 6) int64
@@ -13,7 +13,12 @@ parts, then N/2 imaginary ones.
     sequences   per sequence: first chunk, last + 1, first segment, last+1  (B, 4) int64
     weights     per chunk and head: cum, scale, gamma, dt, as in            (K, H, 4, Q)
                 `mamba3.ops.chunked`
-    phase       rotation before a chunk's first token                       (K, H, S)
+    turns       phase of every token since the start of its chunk, as       (K, H, Q, S)
+                65536ths of a turn in int16, or rad in float32
+    phase       phase before a chunk's first token, rad                     (K, H, S)
+    maps        B and C in x's dtype                                        (T, 2, R, G, N)
+
+16 bits of a turn are 5e-5 rad at most off, far below what rounding q and k to half precision is.
 
 Source: arXiv 2603.15569; symbols as in `mamba3.ops.reference` and `mamba3.ops.chunked`.
 """
@@ -29,6 +34,7 @@ from ..reference import TAU_HIGH, TAU_LOW
 _TAU_HIGH = tl.constexpr(TAU_HIGH)
 _TAU_LOW = tl.constexpr(TAU_LOW)
 _TURN = tl.constexpr(1 / (TAU_HIGH + TAU_LOW))
+_UNIT = tl.constexpr((TAU_HIGH + TAU_LOW) / 65536)
 # exp(-60) is 1e-26: a token that forgets more forgets all the same, and running sums of longer
 # decays would lose the digits that the decays after it are told apart by.
 _LEAST_LOG_DECAY = tl.constexpr(-60.0)
@@ -52,25 +58,30 @@ def rows_of(table_ptr, chunk, ROWS: tl.constexpr, BR: tl.constexpr, R: tl.conste
 
 
 @triton.jit
-def phases(
-    rate_ptr, rate_stride, phase_ptr, token, stream, real, dt, S: tl.constexpr, HALF: tl.constexpr
-):  # fmt: skip
-    """Every row's phase (ROWS, HALF): that before the chunk plus a running sum.
+def stored_phase(at, exists):
+    """Phases since the start of their chunk, in rad."""
+    turns = tl.load(at, exists, 0.0).to(tl.float32)
+    if at.dtype.element_ty == tl.int16:
+        turns *= _UNIT
+    return turns
 
-    A token's rotation counts in its first row alone, so that the sum runs over rows.
-    """
+
+@triton.jit
+def phases(
+    turns_ptr, phase_ptr, index, place, S: tl.constexpr, Q: tl.constexpr, HALF: tl.constexpr
+):  # fmt: skip
+    """Every row's phase in [-2 pi, 2 pi], (ROWS, HALF); pairs from S on do not turn."""
     pair = tl.arange(0, HALF)
-    turns = (real & (stream == 0))[:, None] & (pair < S)[None, :]
-    rate = tl.load(rate_ptr + token[:, None] * rate_stride + pair[None, :], turns, 0.0)
-    phase = tl.cumsum(rate.to(tl.float32) * dt[:, None], 0)
-    return wrap(phase + tl.load(phase_ptr + pair, pair < S, 0.0)[None, :])
+    at = turns_ptr + index * (Q * S) + (place * S)[:, None] + pair[None, :]
+    before = tl.load(phase_ptr + index * S + pair, pair < S, 0.0)
+    return stored_phase(at, (pair < S)[None, :]) + before[None, :]
 
 
 @triton.jit
 def rotate(re, im, phase, FAST: tl.constexpr):
-    """Turn pairs by a phase in [-pi, pi]."""
+    """Turn pairs by a phase in [-2 pi, 2 pi]."""
     if FAST:
-        # The hardware's own: off by less than 1e-6 in that range.
+        # The hardware's own: off by about 1e-6 in that range.
         cos, sin = libdevice.fast_cosf(phase), libdevice.fast_sinf(phase)
     else:
         cos, sin = tl.cos(phase), tl.sin(phase)
@@ -78,37 +89,52 @@ def rotate(re, im, phase, FAST: tl.constexpr):
 
 
 @triton.jit
-def maps(
-    maps_ptr, stride, bias_ptr, head, group, token, stream, real,
-    R: tl.constexpr, G: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, MIMO: tl.constexpr,
+def biased_maps(
+    maps_ptr, which, bias_ptr, head, group, token, stream, real, pair, exists,
+    R: tl.constexpr, G: tl.constexpr, N: tl.constexpr, MIMO: tl.constexpr,
 ):  # fmt: skip
-    """Rows of B or C plus bias: real and imaginary parts of their pairs, (ROWS, HALF) each."""
-    maps_ptr += token[:, None] * stride + ((stream * G + group) * N)[:, None]
+    """Rows of B (which = 0) or C (1) plus bias: both parts of the given pairs, in float32.
+
+    Rows that do not exist hold the bias or nothing: what they meet is zero.
+    """
+    mask = real[:, None] & exists[None, :]
+    at = (((token * 2 + which) * R + stream) * G + group) * N
+    at = maps_ptr + at[:, None] + pair[None, :]
+    re = tl.load(at, mask, 0.0).to(tl.float32)
+    im = tl.load(at + N // 2, mask, 0.0).to(tl.float32)
     if MIMO:
-        pair = tl.arange(0, HALF)[None, :]
-        mask = real[:, None] & (pair < N // 2)
-        bias_ptr += ((head * R + stream) * N)[:, None]
-        re = tl.load(maps_ptr + pair, mask, 0.0).to(tl.float32)
-        im = tl.load(maps_ptr + N // 2 + pair, mask, 0.0).to(tl.float32)
-        re += tl.load(bias_ptr + pair, mask, 0.0)
-        im += tl.load(bias_ptr + N // 2 + pair, mask, 0.0)
-    else:
-        channel = tl.arange(0, 2 * HALF)[None, :]
-        mask = real[:, None] & (channel < N)
-        m = tl.load(maps_ptr + channel, mask, 0.0).to(tl.float32)
-        m += tl.where(mask, tl.load(bias_ptr + head * N + channel, channel < N, 0.0), 0.0)
-        re, im = tl.split(tl.reshape(m, [m.shape[0], HALF, 2]))
-    return re, im
+        at = bias_ptr + ((head * R + stream) * N)[:, None] + pair[None, :]
+        return re + tl.load(at, mask, 0.0), im + tl.load(at + N // 2, mask, 0.0)
+    at = bias_ptr + head * N + 2 * pair
+    re += tl.load(at, exists, 0.0)[None, :]
+    im += tl.load(at + 1, exists, 0.0)[None, :]
+    return tl.where(mask, re, 0.0), tl.where(mask, im, 0.0)
+
+
+@triton.jit
+def rotated(
+    maps_ptr, which, bias_ptr, head, group, token, stream, real, phase,
+    R: tl.constexpr, G: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, MIMO: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """k (which = 0) or q (1): parts of their pairs, (ROWS, HALF) each, in the dtype of `maps`."""
+    pair = tl.arange(0, HALF)
+    re, im = biased_maps(
+        maps_ptr, which, bias_ptr, head, group, token, stream, real, pair, pair < N // 2,
+        R, G, N, MIMO,
+    )  # fmt: skip
+    re, im = rotate(re, im, phase, FAST)
+    return re.to(maps_ptr.dtype.element_ty), im.to(maps_ptr.dtype.element_ty)
 
 
 @triton.jit
 def values(
     x_ptr, stride, mimo_ptr, head, token, stream, real, p,
-    R: tl.constexpr, P: tl.constexpr, MIMO: tl.constexpr,
+    R: tl.constexpr, P: tl.constexpr, MIMO: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Rows of x times their stream's weight, (ROWS, BLOCK_P), in float32."""
     mask = real[:, None] & (p < P)[None, :]
-    x = tl.load(x_ptr + token[:, None] * stride + head * P + p[None, :], mask, 0.0)
+    x = tl.load(x_ptr + (token * stride * UNIT + head * P)[:, None] + p[None, :], mask, 0.0)
     x = x.to(tl.float32)
     if MIMO:
         x *= tl.load(mimo_ptr + ((head * R + stream) * P)[:, None] + p[None, :], mask, 0.0)
@@ -159,15 +185,53 @@ def mask_of(cum, scale, gamma, place):
 
 
 @triton.jit
+def copy_pairs(
+    from_ptr, stride, to_ptr, row, real,
+    N: tl.constexpr, HALF: tl.constexpr, MIMO: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows of channels in their own order to rows of all real, then all imaginary parts."""
+    from_ptr += row[:, None] * stride * UNIT
+    pair = tl.arange(0, HALF)[None, :]
+    mask = real[:, None] & (pair < N // 2)
+    if MIMO:
+        re, im = tl.load(from_ptr + pair, mask, 0.0), tl.load(from_ptr + N // 2 + pair, mask, 0.0)
+    else:
+        channel = tl.arange(0, 2 * HALF)[None, :]
+        m = tl.load(from_ptr + channel, real[:, None] & (channel < N), 0.0)
+        re, im = tl.split(tl.reshape(m, [BLOCK, HALF, 2]))
+    tl.store(to_ptr + pair, re.to(to_ptr.dtype.element_ty), mask)
+    tl.store(to_ptr + N // 2 + pair, im.to(to_ptr.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def maps_kernel(
+    b_ptr, c_ptr, maps_ptr, b_stride, c_stride, tokens,
+    R: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
+    HALF: tl.constexpr, MIMO: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """B and C side by side in one dtype, pairs taken apart."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    which, row = tl.program_id(1) // (R * G), tl.program_id(1) % (R * G)
+    to_ptr = maps_ptr + ((token * 2 + which) * (R * G) + row)[:, None] * N
+    if which == 0:
+        b_ptr += row * N
+        copy_pairs(b_ptr, b_stride, to_ptr, token, token < tokens, N, HALF, MIMO, UNIT, BLOCK)
+    else:
+        c_ptr += row * N
+        copy_pairs(c_ptr, c_stride, to_ptr, token, token < tokens, N, HALF, MIMO, UNIT, BLOCK)
+
+
+@triton.jit
 def weights_kernel(
-    dt_ptr, a_ptr, lam_ptr, rate_ptr, table_ptr, weights_ptr, turn_ptr,
+    dt_ptr, a_ptr, lam_ptr, rate_ptr, table_ptr, weights_ptr, turns_ptr, turn_ptr,
     dt_stride, a_stride, lam_stride, rate_stride, heads,
     S: tl.constexpr, Q: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Weights of a chunk's tokens for one head, and by how much the chunk turns.
+    """Weights of a chunk's tokens for one head, how far they turn, and how far the whole chunk.
 
     cum_t = sum_{..t} dt a,  scale_s = lam_s dt_s + (1 - lam_{s+1}) dt_{s+1},  gamma_s = lam_s dt_s,
-    turn = sum_t dt_t rate_t. The last token of a sequence has no look-ahead.
+    turns_t = sum_{..t} dt rate. The last token of a sequence has no look-ahead.
     """
     index = tl.program_id(0).to(tl.int64)
     chunk, head = index // heads, index % heads
@@ -189,8 +253,13 @@ def weights_kernel(
     pair = tl.arange(0, BLOCK_S)
     mask = real[:, None] & (pair < S)[None, :]
     rate = tl.load(rate_ptr + token[:, None] * rate_stride + pair[None, :], mask, 0.0)
-    turn = wrap(tl.sum(rate.to(tl.float32) * dt[:, None], 0))
-    tl.store(turn_ptr + index * S + pair, turn, pair < S)
+    steps = rate.to(tl.float32) * dt[:, None]
+    tl.store(turn_ptr + index * S + pair, wrap(tl.sum(steps, 0)), pair < S)
+    phase = wrap(tl.cumsum(steps, 0))
+    at = turns_ptr + index * (Q * S) + (place * S)[:, None] + pair[None, :]
+    if turns_ptr.dtype.element_ty == tl.int16:
+        phase = tl.floor(phase * (1 / _UNIT) + 0.5).to(tl.int32)
+    tl.store(at, phase.to(turns_ptr.dtype.element_ty), (pair < S)[None, :])
 
 
 @triton.jit

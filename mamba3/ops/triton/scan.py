@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,9 +13,23 @@ import triton
 from torch import Tensor
 
 from . import chunk, scan_backward, scan_forward
+from .launch import Launcher, stride_unit
 
-# Programs per multiprocessor that a launch aims at, so that all of them have work.
-PROGRAMS_PER_SM = 4
+# Walks per multiprocessor that a scan is cut into, as many as run at a time.
+PROGRAMS_PER_SM = 2
+# Warps and pipeline stages of a kernel, measured on Hopper. There is no search at run time: a first
+# call compiles one configuration, and two processes always run the same one.
+CONFIGS = {
+    "states": (4, 2),
+    "outputs": (4, 1),
+    "inputs": (4, 1),
+    "readouts": (4, 1),
+    "turn_back": (1, 1),
+}
+# Rows that `turn_back_kernel` takes at a time.
+PIECE = 8
+# Elements of dk and dq that exist at a time; 64 MB in half precision.
+SLAB_ELEMENTS = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -27,6 +41,7 @@ class Tiles:
     block_p: int
     half: int
     angles: int
+    still: int
 
     @classmethod
     def of(cls, rank, headdim, d_state, angles, dtype, chunk_size) -> Tiles:
@@ -38,7 +53,8 @@ class Tiles:
         if chunk_size is not None:
             rows = min(rows, max(16, br * triton.next_power_of_2(chunk_size)))
         block_p = min(32 if narrow else 64, max(16, triton.next_power_of_2(headdim)))
-        return cls(rows, br, block_p, half, max(1, triton.next_power_of_2(angles)))
+        pairs = (triton.next_power_of_2(max(1, n)) for n in (angles, d_state // 2 - angles))
+        return cls(rows, br, block_p, half, *pairs)
 
     @property
     def chunk_size(self) -> int:
@@ -90,9 +106,11 @@ def layout(bounds: Sequence[int], size: int, per_sequence: int, device: torch.de
 
 
 class Chunks(NamedTuple):
-    """Weights (K, H, 4, Q) of the chunks' tokens and phases (K, H, S) before the chunks."""
+    """What every kernel of a scan reads; see the legend of `chunk`."""
 
+    maps: Tensor
     weights: Tensor
+    turns: Tensor
     phase: Tensor
 
 
@@ -120,67 +138,78 @@ class Inputs(NamedTuple):
     mimo_x: Tensor | None
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """The kernels' compile-time sizes."""
-        _, rank, groups, d_state = self.b.shape
-        sizes = {"R": rank, "G": groups, "P": self.x.shape[2], "N": d_state}
-        return sizes | {"S": self.rate.shape[1]}
-
-    @property
-    def per_group(self) -> int:
-        return self.x.shape[1] // self.b.shape[2]
+    def mimo(self) -> Tensor:
+        """mimo_x, or for SISO something to pass in its place."""
+        return self.d if self.mimo_x is None else self.mimo_x
 
 
 class Scan:
     """One scan's launches; holds sizes only, tensors are passed."""
 
     def __init__(self, inputs: Inputs, bounds: Sequence[int], chunk_size: int | None):
-        x = inputs.x
-        self.heads, self.bounds, self.device = x.shape[1], bounds, x.device
-        sizes = inputs.sizes
-        tiles = Tiles.of(sizes["R"], sizes["P"], sizes["N"], sizes["S"], x.dtype, chunk_size)
-        self.tiles, self.sizes = tiles, sizes
-        real_gpu = x.is_cuda and not _interpreted()
-        self.how = {
-            "MIMO": inputs.mimo_x is not None,
-            "FAST": real_gpu and torch.version.hip is None,
-            "PRECISION": "tf32x3" if real_gpu and torch.version.hip is None else "ieee",
-        }
-        self.shape = {
-            "ROWS": tiles.rows, "BR": tiles.br, "BLOCK_P": tiles.block_p, "HALF": tiles.half
-        }  # fmt: skip
-        self.parts = triton.cdiv(sizes["P"], tiles.block_p)
+        x, mimo = inputs.x, inputs.mimo_x is not None
+        self.tokens, self.heads, headdim = x.shape
+        _, rank, groups, d_state = inputs.b.shape
+        angles = inputs.rate.shape[1]
+        self.device, self.sequences = x.device, len(bounds) - 1
+        self.per_group = self.heads // groups
+        self.tiles = tiles = Tiles.of(rank, headdim, d_state, angles, x.dtype, chunk_size)
+        self.parts = triton.cdiv(headdim, tiles.block_p)
         self.wanted = PROGRAMS_PER_SM * _multiprocessors(x.device)
-        walks = (len(bounds) - 1) * self.heads * self.parts
-        per_sequence = max(1, -(-self.wanted // walks))
+        walks = self.sequences * self.heads * self.parts
+        per_sequence = max(1, self.wanted // walks)
         self.layout = layout(bounds, tiles.chunk_size, per_sequence, x.device)
+        self.chunks_count = len(self.layout.table)
 
-    def on_device(self):
-        """Context in which launches go to the tensors' device."""
-        if self.device.type == "cuda":
-            return torch.cuda.device(self.device)
-        return contextlib.nullcontext()
+        native = x.is_cuda and torch.version.hip is None and not triton.knobs.runtime.interpret
+        unit = stride_unit(x.stride(0))
+        self.x_stride = x.stride(0) // unit
+        self.maps_sizes = {"R": rank, "G": groups, "N": d_state, "HALF": tiles.half, "MIMO": mimo}
+        self.rows = self.maps_sizes | {"S": angles, "ROWS": tiles.rows, "BR": tiles.br}
+        self.turned = self.rows | {"P": headdim, "FAST": native, "PIECE": max(PIECE, tiles.br)}
+        self.turned |= {"BLOCK_S": tiles.angles, "STILL": tiles.still}
+        del self.turned["HALF"]
+        self.full = self.rows | {"P": headdim, "BLOCK_P": tiles.block_p, "UNIT": unit}
+        self.full |= {"FAST": native, "PRECISION": "tf32x3" if native else "ieee"}
+        present = [t for t in inputs if t is not None]
+        facts = [(t.dtype, t.data_ptr() % 16, t.stride(0)) for t in present]
+        self.launch = Launcher((x.device, self.heads, headdim, groups, tiles, *facts))
 
     def chunks(self, inputs: Inputs, phase0: Tensor | None) -> tuple[Chunks, Tensor]:
-        """Weights and phases of all chunks, and the phase after every sequence."""
+        """Maps, weights and phases of all chunks, and the phase after every sequence."""
         table, _, sequences = self.layout
-        count, heads, angles = len(table), self.heads, inputs.rate.shape[1]
-        weights = self._empty(count, heads, 4, self.tiles.chunk_size)
-        phase = self._empty(count, heads, angles)
-        final = self._empty(len(sequences), heads, angles)
-        dt, a, lam, rate = inputs[3:7]
-        if count:
-            chunk.weights_kernel[(count * heads,)](
-                dt, a, lam, rate, table, weights, phase,
-                dt.stride(0), a.stride(0), lam.stride(0), rate.stride(0), heads,
-                S=angles, Q=self.tiles.chunk_size, BLOCK_S=self.tiles.angles, num_warps=1,
-            )  # fmt: skip
-        chunk.phase_kernel[(len(sequences) * heads,)](
+        heads, size, angles = self.heads, self.tiles.chunk_size, self.rows["S"]
+        b, c, dt, a, lam, rate = inputs[1:7]
+        _, rank, groups, d_state = b.shape
+        maps = inputs.x.new_empty(self.tokens, 2, rank, groups, d_state)
+        unit = stride_unit(b.stride(0), c.stride(0))
+        self.launch(
+            chunk.maps_kernel, (triton.cdiv(self.tokens, 32), 2 * rank * groups),
+            b, c, maps, b.stride(0) // unit, c.stride(0) // unit, self.tokens,
+            **self.maps_sizes, UNIT=unit, BLOCK=32, num_warps=4,
+        )  # fmt: skip
+        count = self.chunks_count
+        weights, phase, final = self._floats(
+            count * heads * 4 * size, count * heads * angles, self.sequences * heads * angles
+        )
+        turns = torch.empty(
+            count * heads * size * angles,
+            dtype=torch.float32 if inputs.x.dtype == torch.float32 else torch.int16,
+            device=self.device,
+        )
+        self.launch(
+            chunk.weights_kernel, (self.chunks_count * heads,),
+            dt, a, lam, rate, table, weights, turns, phase,
+            dt.stride(0), a.stride(0), lam.stride(0), rate.stride(0), heads,
+            S=angles, Q=size, BLOCK_S=self.tiles.angles, num_warps=1,
+        )  # fmt: skip
+        self.launch(
+            chunk.phase_kernel, (self.sequences * heads,),
             phase, final if phase0 is None else phase0, final, sequences, heads,
             S=angles, BLOCK_S=self.tiles.angles, BLOCK_C=32, HAS_START=phase0 is not None,
             num_warps=4,
         )  # fmt: skip
-        return Chunks(weights, phase), final
+        return Chunks(maps, weights, turns, phase), final.view(self.sequences, heads, angles)
 
     def states(
         self, inputs: Inputs, chunks: Chunks, rows: Tensor, start: Tensor | None, reverse: bool
@@ -193,39 +222,40 @@ class Scan:
                 It, like what is returned, has all real parts of the pairs before the imaginary.
         """
         table, segments, sequences = self.layout
-        heads, headdim, d_state = self.heads, self.sizes["P"], self.sizes["N"]
-        maps, bias = (inputs.c, inputs.c_bias) if reverse else (inputs.b, inputs.b_bias)
-        inner = self._empty(len(table), heads, headdim, d_state, dtype=inputs.x.dtype)
-        lead = self._empty(len(table), heads)
-        end = self._empty(len(segments), heads, headdim, d_state)
-        decay = self._empty(len(segments), heads)
-        scan_forward.states_kernel[(len(segments) * heads, self.parts)](
-            rows, bias if inputs.mimo_x is None else inputs.mimo_x, maps, bias, inputs.rate,
-            chunks.weights, chunks.phase, table, segments, end if start is None else start,
-            inner, lead, end, decay,
-            rows.stride(0), maps.stride(0), inputs.rate.stride(0), heads, inputs.per_group,
-            **self.sizes, **self.shape, **self.how,
-            HAS_START=start is not None, REVERSE=reverse, num_warps=4, num_stages=1,
+        heads, sizes = self.heads, (inputs.x.shape[2], inputs.b.shape[3])
+        bias = inputs.c_bias if reverse else inputs.b_bias
+        size = heads * sizes[0] * sizes[1]
+        inner = inputs.x.new_empty(self.chunks_count * size)
+        lead, end, decay, final = self._floats(
+            self.chunks_count * heads, len(segments) * size, len(segments) * heads,
+            self.sequences * size if self.layout.segmented else 0,
         )  # fmt: skip
-        if not self.layout.segmented:
-            return States(inner, lead, end), end
-        final = self._empty(len(sequences), heads, headdim, d_state)
-        scan_forward.carry_kernel[(len(sequences) * heads, triton.cdiv(headdim * d_state, 1024))](
-            end, decay, sequences, final, heads,
-            SIZE=headdim * d_state, BLOCK=1024, REVERSE=reverse, num_warps=4,
+        self.launch(
+            scan_forward.states_kernel, (len(segments) * heads, self.parts),
+            rows, inputs.mimo, bias, *chunks, table, segments, end if start is None else start,
+            inner, lead, end, decay, self.x_stride, heads, self.per_group,
+            **self.full, **_config("states"), HAS_START=start is not None, REVERSE=reverse,
         )  # fmt: skip
-        return States(inner, lead, end), final
+        if self.layout.segmented:
+            per_head = sizes[0] * sizes[1]
+            self.launch(
+                scan_forward.carry_kernel, (self.sequences * heads, triton.cdiv(per_head, 512)),
+                end, decay, sequences, final, heads,
+                SIZE=per_head, BLOCK=512, UNROLL=8, REVERSE=reverse, num_warps=4,
+            )  # fmt: skip
+        else:
+            final = end
+        return States(inner, lead, end), final.view(self.sequences, heads, *sizes)
 
     def outputs(self, inputs: Inputs, chunks: Chunks, states: States) -> Tensor:
         """Outputs before the gate, (T, H, R, P) in x's dtype."""
-        x, b, c, rate = inputs.x, inputs.b, inputs.c, inputs.rate
-        y = x.new_empty(len(x), self.heads, self.sizes["R"], self.sizes["P"])
-        scan_forward.outputs_kernel[(len(self.layout.table) * self.heads, self.parts)](
-            x, inputs.d if inputs.mimo_x is None else inputs.mimo_x, b, c, inputs.b_bias,
-            inputs.c_bias, rate, inputs.d, chunks.weights, chunks.phase, self.layout.table,
-            *states, y,
-            x.stride(0), b.stride(0), c.stride(0), rate.stride(0), self.heads, inputs.per_group,
-            **self.sizes, **self.shape, **self.how, num_warps=4, num_stages=1,
+        x = inputs.x
+        y = x.new_empty(self.tokens, self.heads, inputs.b.shape[1], x.shape[2])
+        self.launch(
+            scan_forward.outputs_kernel, (self.chunks_count * self.heads, self.parts),
+            x, inputs.mimo, inputs.b_bias, inputs.c_bias, inputs.d, *chunks, self.layout.table,
+            *states, y, self.x_stride, self.heads, self.per_group,
+            **self.full, **_config("outputs"),
         )  # fmt: skip
         return y
 
@@ -235,59 +265,73 @@ class Scan:
     ) -> list[Tensor | None]:  # fmt: skip
         """Gradients of all `inputs`, in their order; see `scan_backward`."""
         x, b, c, dt, a, lam, rate = inputs[:7]
-        tokens, heads, headdim = x.shape
-        _, rank, groups, d_state = b.shape
-        count, per_program = len(self.layout.table), self._heads_per_program(inputs.per_group)
-        each, width = rank * d_state, 2 * rank * d_state + rate.shape[1]
-        dx = self._empty(tokens, heads, headdim, dtype=x.dtype)
-        d_maps = self._empty(heads // per_program, tokens, width)
-        d_weights = self._empty(count, heads, 4, self.tiles.chunk_size)
-        mimo = 0 if inputs.mimo_x is None else rank * headdim
-        d_params = self._empty(count, heads, 2 * each + 1 + mimo)
-        grid = (count * heads // per_program,)
-        rows = (x, dy, inputs.d if inputs.mimo_x is None else inputs.mimo_x)
-        maps = (b, c, inputs.b_bias, inputs.c_bias, rate)
-        sums = (d_maps, d_weights, d_params)
-        strides = (x.stride(0), b.stride(0), c.stride(0), rate.stride(0))
-        strides += (heads, inputs.per_group, per_program, tokens)
-        how = self.sizes | self.shape | self.how | {"PARTS": self.parts, "num_stages": 1}
-        scan_backward.inputs_kernel[grid](
-            *rows, *maps, inputs.d, *chunks, self.layout.table, *d_states, dx, *sums,
-            *strides, **how, num_warps=8,
-        )  # fmt: skip
-        scan_backward.readouts_kernel[grid](
-            *rows, *maps, *chunks, self.layout.table, *states, *d_states,
-            chunks.phase if tail is None else tail, *sums,
-            *strides, **how, HAS_TAIL=tail is not None, num_warps=8,
-        )  # fmt: skip
-        d_dt, d_a, d_lam = (self._empty(tokens, heads) for _ in range(3))
-        scan_backward.weights_gradients_kernel[(count * heads,)](
-            d_weights, dt, a, lam, self.layout.table, d_dt, d_a, d_lam,
-            dt.stride(0), a.stride(0), lam.stride(0), heads,
-            Q=self.tiles.chunk_size, num_warps=1,
-        )  # fmt: skip
-
-        d_maps = d_maps.unflatten(0, (groups, -1))
-        d_maps = d_maps.squeeze(1) if d_maps.shape[1] == 1 else d_maps.sum(1)
-        d_rate = d_maps[..., 2 * each :]
-        d_rate = d_rate[0] if groups == 1 else d_rate.sum(0)
-        d_b, d_c = (
-            d_maps[..., i * each : (i + 1) * each].unflatten(2, (rank, d_state)).permute(1, 2, 0, 3)
-            for i in range(2)
+        heads, table = self.heads, self.layout.table
+        rank, groups, d_state = b.shape[1:]
+        angles, rows, size = rate.shape[1], self.tiles.rows, self.tiles.chunk_size
+        count, mimo = self.chunks_count, inputs.mimo_x is not None
+        params = (rank * d_state, rank * d_state, 1, rank * x.shape[2] if mimo else 0)
+        slab = min(count, max(1, SLAB_ELEMENTS // (2 * heads * rows * d_state)))
+        dx = x.new_empty(x.shape)
+        d_b, d_c, d_rate, d_dt, d_a, d_lam = (
+            t.new_empty(t.shape) for t in (b, c, rate, dt, a, lam)
         )
-        d_b_bias, d_c_bias, d_d, d_mimo = d_params.sum(0).split((each, each, 1, mimo), 1)
-        grads = [dx, d_b, d_c, d_dt, d_a, d_lam, d_rate]
-        grads += [d_b_bias.view(heads, rank, d_state), d_c_bias.view(heads, rank, d_state)]
-        grads += [d_d.view(heads)]
-        return [*grads, d_mimo.view(heads, rank, headdim) if mimo else None]
+        turned = x.new_empty(2 * slab * heads * rows * d_state)
+        d_weights, border, d_params, d_rates = self._floats(
+            count * heads * 4 * size, count * heads * (angles + 1), count * heads * sum(params),
+            slab * heads * size * angles,
+        )  # fmt: skip
+        plane, piece = len(turned) // 2, min(8, rows)
+        common = (x, dy, inputs.mimo, inputs.b_bias)
+        for first in reversed(range(0, count, slab)):
+            programs = min(slab, count - first) * heads
+            sizes = (self.x_stride, heads, self.per_group, first)
+            self.launch(
+                scan_backward.readouts_kernel, (programs,),
+                *common, *chunks, table, *states, *d_states,
+                turned[plane:], border, d_params, *sizes,
+                **self.full, **_config("readouts"), PARTS=self.parts,
+            )  # fmt: skip
+            self.launch(
+                scan_backward.inputs_kernel, (programs,),
+                *common, inputs.c_bias, inputs.d, *chunks, table, *d_states,
+                turned, dx, d_weights, d_params, *sizes,
+                **self.full, **_config("inputs"), PARTS=self.parts,
+            )  # fmt: skip
+            self.launch(
+                scan_backward.turn_back_kernel, (programs,),
+                turned, rate, inputs.b_bias, inputs.c_bias, *chunks, table, border,
+                border if tail is None else tail, d_rates, d_weights, d_params,
+                rate.stride(0), heads, self.per_group, plane, first,
+                **self.turned, **_config("turn_back"), HAS_TAIL=tail is not None,
+            )  # fmt: skip
+            self.launch(
+                scan_backward.sums_kernel,
+                (programs // heads * (rows // piece), 2 * groups + 1),
+                turned, d_rates, table, d_b, d_c, d_rate, heads, self.per_group, plane, first,
+                **self.rows, BLOCK=piece, UNROLL=math.gcd(4, self.per_group), num_warps=1,
+            )  # fmt: skip
+        self.launch(
+            scan_backward.weights_kernel, (count * heads,),
+            d_weights, dt, a, lam, table, d_dt, d_a, d_lam,
+            dt.stride(0), a.stride(0), lam.stride(0), heads, Q=size, num_warps=1,
+        )  # fmt: skip
+        d_params = d_params.view(count, heads, -1).sum(0)
+        d_b_bias, d_c_bias, d_d, d_mimo = d_params.split(params, 1)
+        shape = (heads, rank, -1)
+        d_mimo = d_mimo.view(shape) if mimo else None
+        d_bias = d_b_bias.view(shape), d_c_bias.view(shape)
+        return [dx, d_b, d_c, d_dt, d_a, d_lam, d_rate, *d_bias, d_d.view(-1), d_mimo]
 
-    def _heads_per_program(self, per_group: int) -> int:
-        """Most heads that share a program and leave enough programs to fill the chip."""
-        most = max(1, len(self.layout.table) * self.heads // self.wanted)
-        return max(n for n in range(1, per_group + 1) if per_group % n == 0 and n <= most)
+    def _floats(self, *counts: int) -> tuple[Tensor, ...]:
+        """Aligned buffers of float32, cut from one allocation, which costs as much as a launch."""
+        padded = [-(-n // 16) * 16 for n in counts]
+        buffers = torch.empty(sum(padded), dtype=torch.float32, device=self.device).split(padded)
+        return tuple(t[:n] if n < len(t) else t for t, n in zip(buffers, counts, strict=True))
 
-    def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
+
+def _config(kernel: str) -> dict[str, int]:
+    warps, stages, *more = CONFIGS[kernel]
+    return {"num_warps": warps, "num_stages": stages, **({"maxnreg": more[0]} if more else {})}
 
 
 @functools.cache
@@ -295,7 +339,3 @@ def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _interpreted() -> bool:
-    return triton.knobs.runtime.interpret

@@ -13,11 +13,10 @@ import triton.language as tl
 
 from .chunk import (
     chunk_state,
-    maps,
     mask_of,
     outputs_at,
     phases,
-    rotate,
+    rotated,
     rows_of,
     state_at,
     values,
@@ -26,13 +25,13 @@ from .chunk import (
 
 @triton.jit
 def states_kernel(
-    rows_ptr, mimo_ptr, maps_ptr, bias_ptr, rate_ptr, weights_ptr, phase_ptr, table_ptr,
+    rows_ptr, mimo_ptr, bias_ptr, maps_ptr, weights_ptr, turns_ptr, phase_ptr, table_ptr,
     segments_ptr, start_ptr, states_ptr, lead_ptr, end_ptr, decay_ptr,
-    rows_stride, maps_stride, rate_stride, heads, per_group,
+    rows_stride, heads, per_group,
     R: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, S: tl.constexpr,
     ROWS: tl.constexpr, BR: tl.constexpr, BLOCK_P: tl.constexpr, HALF: tl.constexpr,
-    MIMO: tl.constexpr, HAS_START: tl.constexpr, REVERSE: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr,
+    MIMO: tl.constexpr, UNIT: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_START: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """Walk a segment and keep the state at every chunk's border.
 
@@ -69,27 +68,26 @@ def states_kernel(
 
         place, token, stream, real = rows_of(table_ptr, chunk, ROWS, BR, R)
         weights = weights_ptr + index * (4 * Q)
-        cum, dt = tl.load(weights + place), tl.load(weights + 3 * Q + place)
+        cum = tl.load(weights + place)
         cum_end = tl.load(weights + Q - 1)
         if REVERSE:
             at = outputs_at(token, stream, heads, head, p, R, P)
             v = tl.load(rows_ptr + at, real[:, None] & (p < P)[None, :], 0.0).to(tl.float32)
             v *= tl.exp(cum)[:, None]
         else:
-            v = values(rows_ptr, rows_stride, mimo_ptr, head, token, stream, real, p, R, P, MIMO)
+            v = values(
+                rows_ptr, rows_stride, mimo_ptr, head, token, stream, real, p, R, P, MIMO, UNIT
+            )
             v *= (tl.exp(tl.minimum(cum_end - cum, 0.0)) * tl.load(weights + Q + place))[:, None]
-        phase = phases(
-            rate_ptr, rate_stride, phase_ptr + index * S, token, stream, real, dt, S, HALF
-        )
-        m_re, m_im = maps(
-            maps_ptr, maps_stride, bias_ptr, head, head // per_group, token, stream, real,
-            R, G, N, HALF, MIMO,
+        phase = phases(turns_ptr, phase_ptr, index, place, S, Q, HALF)
+        m_re, m_im = rotated(
+            maps_ptr, 1 if REVERSE else 0, bias_ptr, head, head // per_group, token, stream, real,
+            phase, R, G, N, HALF, MIMO, FAST,
         )  # fmt: skip
-        m_re, m_im = rotate(m_re, m_im, phase, FAST)
         decay = tl.exp(cum_end)
         v = tl.trans(v.to(DOT))
-        h_re = tl.dot(v, m_re.to(DOT), h_re * decay, input_precision=PRECISION)
-        h_im = tl.dot(v, m_im.to(DOT), h_im * decay, input_precision=PRECISION)
+        h_re = tl.dot(v, m_re, h_re * decay, input_precision=PRECISION)
+        h_im = tl.dot(v, m_im, h_im * decay, input_precision=PRECISION)
         total += cum_end
     at = end_ptr + state_at(walk, p, P, N) + pair
     tl.store(at, h_re, mask)
@@ -100,7 +98,7 @@ def states_kernel(
 @triton.jit
 def carry_kernel(
     end_ptr, decay_ptr, sequences_ptr, final_ptr, heads,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """Last states of a sequence's segments, in place, to the state carried into each."""
     walk = tl.program_id(0).to(tl.int64)
@@ -110,23 +108,27 @@ def carry_kernel(
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = element < SIZE
     carry = tl.zeros([BLOCK], tl.float32)
-    for i in range(first, last):
-        index = ((first + last - 1 - i) if REVERSE else i) * heads + head
-        at = end_ptr + index * SIZE + element
-        end = tl.load(at, mask, 0.0)
-        tl.store(at, carry, mask)
-        carry = end + tl.load(decay_ptr + index) * carry
+    for some in range(first, last, UNROLL):
+        # Loads do not wait for one another: the carry is needed by the sums alone.
+        for i in tl.static_range(UNROLL):
+            here = some + i < last
+            at = tl.minimum(some + i, last - 1)
+            at = ((first + last - 1 - at) if REVERSE else at) * heads + head
+            end = tl.load(end_ptr + at * SIZE + element, mask, 0.0)
+            decay = tl.load(decay_ptr + at)
+            tl.store(end_ptr + at * SIZE + element, carry, element < tl.where(here, SIZE, 0))
+            carry = tl.where(here, end + decay * carry, carry)
     tl.store(final_ptr + walk * SIZE + element, carry, mask)
 
 
 @triton.jit
 def outputs_kernel(
-    x_ptr, mimo_ptr, b_ptr, c_ptr, b_bias_ptr, c_bias_ptr, rate_ptr, d_ptr, weights_ptr, phase_ptr,
+    x_ptr, mimo_ptr, b_bias_ptr, c_bias_ptr, d_ptr, maps_ptr, weights_ptr, turns_ptr, phase_ptr,
     table_ptr, states_ptr, lead_ptr, carried_ptr, y_ptr,
-    x_stride, b_stride, c_stride, rate_stride, heads, per_group,
+    x_stride, heads, per_group,
     R: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, S: tl.constexpr,
     ROWS: tl.constexpr, BR: tl.constexpr, BLOCK_P: tl.constexpr, HALF: tl.constexpr,
-    MIMO: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    MIMO: tl.constexpr, UNIT: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y = (q k^T * M) v + exp(cum) q h^T + D v for the rows of a chunk.
 
@@ -141,17 +143,14 @@ def outputs_kernel(
     place, token, stream, real = rows_of(table_ptr, chunk, ROWS, BR, R)
     weights = weights_ptr + index * (4 * Q)
     cum, scale = tl.load(weights + place), tl.load(weights + Q + place)
-    gamma, dt = tl.load(weights + 2 * Q + place), tl.load(weights + 3 * Q + place)
-    phase = phases(rate_ptr, rate_stride, phase_ptr + index * S, token, stream, real, dt, S, HALF)
-    q_re, q_im = maps(
-        c_ptr, c_stride, c_bias_ptr, head, group, token, stream, real, R, G, N, HALF, MIMO
+    gamma = tl.load(weights + 2 * Q + place)
+    phase = phases(turns_ptr, phase_ptr, index, place, S, Q, HALF)
+    q_re, q_im = rotated(
+        maps_ptr, 1, c_bias_ptr, head, group, token, stream, real, phase, R, G, N, HALF, MIMO, FAST
     )
-    q_re, q_im = rotate(q_re, q_im, phase, FAST)
-    k_re, k_im = maps(
-        b_ptr, b_stride, b_bias_ptr, head, group, token, stream, real, R, G, N, HALF, MIMO
+    k_re, k_im = rotated(
+        maps_ptr, 0, b_bias_ptr, head, group, token, stream, real, phase, R, G, N, HALF, MIMO, FAST
     )
-    k_re, k_im = rotate(k_re, k_im, phase, FAST)
-    q_re, q_im, k_re, k_im = q_re.to(DOT), q_im.to(DOT), k_re.to(DOT), k_im.to(DOT)
     w = tl.dot(q_re, tl.trans(k_re), input_precision=PRECISION)
     w = tl.dot(q_im, tl.trans(k_im), w, input_precision=PRECISION)
     w *= mask_of(cum, scale, gamma, place)
@@ -164,7 +163,7 @@ def outputs_kernel(
     y = tl.dot(q_re, tl.trans(h_re), input_precision=PRECISION)
     y = tl.dot(q_im, tl.trans(h_im), y, input_precision=PRECISION)
     y *= tl.exp(cum)[:, None]
-    v = values(x_ptr, x_stride, mimo_ptr, head, token, stream, real, p, R, P, MIMO)
+    v = values(x_ptr, x_stride, mimo_ptr, head, token, stream, real, p, R, P, MIMO, UNIT)
     y += tl.load(d_ptr + head) * v
     y = tl.dot(w.to(DOT), v.to(DOT), y, input_precision=PRECISION)
     at = y_ptr + outputs_at(token, stream, heads, head, p, R, P)
