@@ -37,7 +37,7 @@ _TURN = tl.constexpr(1 / (TAU_HIGH + TAU_LOW))
 _UNIT = tl.constexpr((TAU_HIGH + TAU_LOW) / 65536)
 # exp(-60) is 1e-26: a token that forgets more forgets all the same, and running sums of longer
 # decays would lose the digits that the decays after it are told apart by.
-_LEAST_LOG_DECAY = tl.constexpr(-60.0)
+LEAST_LOG_DECAY = tl.constexpr(-60.0)
 
 
 @triton.jit
@@ -78,13 +78,17 @@ def phases(
 
 
 @triton.jit
-def rotate(re, im, phase, FAST: tl.constexpr):
-    """Turn pairs by a phase in [-2 pi, 2 pi]."""
+def phasors(phase, FAST: tl.constexpr):
+    """cos and sin of phases in [-2 pi, 2 pi]."""
     if FAST:
         # The hardware's own: off by about 1e-6 in that range.
-        cos, sin = libdevice.fast_cosf(phase), libdevice.fast_sinf(phase)
-    else:
-        cos, sin = tl.cos(phase), tl.sin(phase)
+        return libdevice.fast_cosf(phase), libdevice.fast_sinf(phase)
+    return tl.cos(phase), tl.sin(phase)
+
+
+@triton.jit
+def rotate(re, im, cos, sin):
+    """Turn pairs."""
     return re * cos - im * sin, re * sin + im * cos
 
 
@@ -123,7 +127,8 @@ def rotated(
         maps_ptr, which, bias_ptr, head, group, token, stream, real, pair, pair < N // 2,
         R, G, N, MIMO,
     )  # fmt: skip
-    re, im = rotate(re, im, phase, FAST)
+    cos, sin = phasors(phase, FAST)
+    re, im = rotate(re, im, cos, sin)
     return re.to(maps_ptr.dtype.element_ty), im.to(maps_ptr.dtype.element_ty)
 
 
@@ -246,7 +251,7 @@ def weights_kernel(
     next_lam = tl.load(lam_ptr + (token + 1) * lam_stride + head, next_real, 0.0).to(tl.float32)
     gamma = lam * dt
     at = weights_ptr + index * (4 * Q) + place
-    tl.store(at, tl.cumsum(tl.maximum(dt * a, _LEAST_LOG_DECAY), 0))
+    tl.store(at, tl.cumsum(tl.maximum(dt * a, LEAST_LOG_DECAY), 0))
     tl.store(at + Q, gamma + (1 - next_lam) * next_dt)
     tl.store(at + 2 * Q, gamma)
     tl.store(at + 3 * Q, dt)

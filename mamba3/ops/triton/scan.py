@@ -28,7 +28,7 @@ CONFIGS = {
 }
 # Rows that `turn_back_kernel` takes at a time.
 PIECE = 8
-# Elements of dk and dq that exist at a time; 64 MB in half precision.
+# Elements of dk and dq that exist at a time; 128 MB.
 SLAB_ELEMENTS = 1 << 25
 
 
@@ -275,10 +275,9 @@ class Scan:
         d_b, d_c, d_rate, d_dt, d_a, d_lam = (
             t.new_empty(t.shape) for t in (b, c, rate, dt, a, lam)
         )
-        turned = x.new_empty(2 * slab * heads * rows * d_state)
-        d_weights, border, d_params, d_rates = self._floats(
+        d_weights, border, d_params, d_rates, turned = self._floats(
             count * heads * 4 * size, count * heads * (angles + 1), count * heads * sum(params),
-            slab * heads * size * angles,
+            slab * heads * size * angles, 2 * slab * heads * rows * d_state,
         )  # fmt: skip
         plane, piece = len(turned) // 2, min(8, rows)
         common = (x, dy, inputs.mimo, inputs.b_bias)

@@ -19,7 +19,7 @@ the imaginary ones, by the same rule. What the tokens after a chunk give is know
 over them: turning or scaling them all is turning or scaling the state handed to them, and in return
 the final state.
 
-    turned     dk and dq, of the chunks of a launch               (2, K', H, ROWS, N)
+    turned     dk and dq in float32, of the chunks of a launch    (2, K', H, ROWS, N)
     d_rates    by token and head, of those chunks                 (K', H, Q, S)
     border     of the state before a chunk, h, and its gradient:  (K, H, S + 1)
                parts of sum_p h* dh, imaginary by pair, real
@@ -36,11 +36,13 @@ import triton
 import triton.language as tl
 
 from .chunk import (
+    LEAST_LOG_DECAY,
     biased_maps,
     chunk_state,
     mask_of,
     outputs_at,
     phases,
+    phasors,
     rotate,
     rotated,
     rows_of,
@@ -316,15 +318,16 @@ def turn_back_kernel(
         mask = real[:, None] & exists[None, :]
         at = (place * S)[:, None] + pair[None, :]
         phase = stored_phase(turns_ptr + at, exists[None, :]) + first_phase
+        cos, sin = phasors(phase, FAST)
         g_re, g_im, turning, b_scaling = turn_one_back(
             turned_ptr, maps_ptr, 0, b_bias_ptr, head, group, token, stream, real, row, pair,
-            exists, phase, R, G, N, MIMO, FAST,
+            exists, cos, sin, R, G, N, MIMO,
         )  # fmt: skip
         db_re += g_re
         db_im += g_im
         g_re, g_im, c_turning, scaling = turn_one_back(
             turned_ptr + plane, maps_ptr, 1, c_bias_ptr, head, group, token, stream, real, row,
-            pair, exists, phase, R, G, N, MIMO, FAST,
+            pair, exists, cos, sin, R, G, N, MIMO,
         )  # fmt: skip
         dc_re += g_re
         dc_im += g_im
@@ -367,20 +370,27 @@ def turn_back_kernel(
 @triton.jit
 def turn_one_back(
     turned_ptr, maps_ptr, which, bias_ptr, head, group, token, stream, real, row, pair, exists,
-    phase, R: tl.constexpr, G: tl.constexpr, N: tl.constexpr, MIMO: tl.constexpr,
-    FAST: tl.constexpr,
+    cos, sin, R: tl.constexpr, G: tl.constexpr, N: tl.constexpr, MIMO: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of turning pairs before rotation, stored; their products m* g with the maps."""
+    """Gradients of turning pairs before rotation, stored; products m* g of maps and theirs.
+
+    Sums of the products cancel, for all that stays between two tokens of the chunk: so the maps
+    are rounded as those were that the gradients were made from, and the gradients not at all.
+    """
+    DOT = maps_ptr.dtype.element_ty
     mask = real[:, None] & exists[None, :]
     at = turned_ptr + (row * N)[:, None] + pair[None, :]
     g_re, g_im = tl.load(at, mask, 0.0), tl.load(at + N // 2, mask, 0.0)
-    g_re, g_im = rotate(g_re.to(tl.float32), g_im.to(tl.float32), -phase, FAST)
-    tl.store(at, g_re, mask)
-    tl.store(at + N // 2, g_im, mask)
     re, im = biased_maps(
         maps_ptr, which, bias_ptr, head, group, token, stream, real, pair, exists, R, G, N, MIMO
     )
-    return g_re, g_im, re * g_im - im * g_re, re * g_re + im * g_im
+    re, im = rotate(re, im, cos, sin)
+    re, im = re.to(DOT).to(tl.float32), im.to(DOT).to(tl.float32)
+    turning, scaling = re * g_im - im * g_re, re * g_re + im * g_im
+    g_re, g_im = rotate(g_re, g_im, cos, -sin)
+    tl.store(at, g_re, mask)
+    tl.store(at + N // 2, g_im, mask)
+    return g_re, g_im, turning, scaling
 
 
 @triton.jit
@@ -389,13 +399,14 @@ def read_still(
     R: tl.constexpr, G: tl.constexpr, N: tl.constexpr, MIMO: tl.constexpr,
 ):  # fmt: skip
     """Gradients of pairs that do not turn, and the real parts of their products with the maps."""
+    DOT = maps_ptr.dtype.element_ty
     mask = real[:, None] & exists[None, :]
     at = turned_ptr + (row * N)[:, None] + pair[None, :]
-    g_re = tl.load(at, mask, 0.0).to(tl.float32)
-    g_im = tl.load(at + N // 2, mask, 0.0).to(tl.float32)
+    g_re, g_im = tl.load(at, mask, 0.0), tl.load(at + N // 2, mask, 0.0)
     re, im = biased_maps(
         maps_ptr, which, bias_ptr, head, group, token, stream, real, pair, exists, R, G, N, MIMO
     )
+    re, im = re.to(DOT).to(tl.float32), im.to(DOT).to(tl.float32)
     return g_re, g_im, re * g_re + im * g_im
 
 
@@ -450,8 +461,8 @@ def sums_kernel(
             for head in tl.static_range(UNROLL):
                 at = (own * heads + group * per_group + some + head) * ROWS + row
                 at = turned_ptr + at[:, None] * N + which * plane + pair
-                re += tl.load(at, mask, 0.0).to(tl.float32)
-                im += tl.load(at + N // 2, mask, 0.0).to(tl.float32)
+                re += tl.load(at, mask, 0.0)
+                im += tl.load(at + N // 2, mask, 0.0)
         at = (((token * R + stream) * G + group) * N)[:, None]
         if which == 0:
             store_channels(d_b_ptr + at, re, im, real, N, HALF, MIMO, BLOCK)
@@ -481,6 +492,9 @@ def weights_kernel(
     dt = tl.load(dt_ptr + token * dt_stride + head, real, 0.0).to(tl.float32)
     a = tl.load(a_ptr + token * a_stride + head, real, 0.0).to(tl.float32)
     lam = tl.load(lam_ptr + token * lam_stride + head, real, 0.0).to(tl.float32)
+    # A decay that the sums were cut off at has no gradient; what rounding left may be multiplied by
+    # a large rate.
+    d_log_a = tl.where(dt * a > LEAST_LOG_DECAY, d_log_a, 0.0)
     d_dt = d_log_a * a + d_gamma * lam + d_late * (1 - lam) + tl.load(at + 3 * Q)
     out = token * heads + head
     tl.store(d_dt_ptr + out, d_dt, real)
