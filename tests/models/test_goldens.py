@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from mamba3 import Mamba3LM, ops
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GOLDENS = Path(__file__).parents[1] / "assets" / "goldens"
 CASES = sorted(folder.name for folder in GOLDENS.iterdir())
 
@@ -27,20 +28,22 @@ def test_all_six_are_here():
 
 @pytest.mark.parametrize(
     ("backend", "chunk_size"),
-    [("reference", None), ("torch", None), *(("torch", size) for size in (1, 8, 64, 256))],
+    [(name, None) for name in ops.BACKENDS] + [("torch", size) for size in (1, 8, 64, 256)],
 )
 @pytest.mark.parametrize("case", CASES)
 def test_golden(case, backend, chunk_size):
-    model = load(case)
+    device = DEVICE if backend == "triton" else "cpu"
+    model = load(case).to(device)
     for block in model.backbone.layers:
         block.mixer.chunk_size = chunk_size
     golden = load_file(GOLDENS / case / "golden.safetensors")
     with ops.use_backend(backend):
-        out = model(golden["input_ids"], labels=golden["input_ids"])
+        ids = golden["input_ids"].to(device)
+        out = model(ids, labels=ids)
         out.loss.backward()
-    assert_close(out.logits, golden["logits"], 1e-5, "logits")
+    assert_close(out.logits.cpu(), golden["logits"], 1e-5, "logits")
     assert out.loss.item() == pytest.approx(golden["loss"].item(), rel=1e-5)
-    gradients = {f"grad.{name}": p.grad for name, p in model.named_parameters()}
+    gradients = {f"grad.{name}": p.grad.cpu() for name, p in model.named_parameters()}
     expected = {name: t for name, t in golden.items() if name.startswith("grad.")}
     assert_close(gradients, expected, 1e-4, "gradient")
 
