@@ -129,7 +129,7 @@ def gradients(outputs, tensors: dict[str, Tensor], seed: int = 1) -> dict[str, T
     """Gradients of a random projection of the outputs, by name; zeros where nothing flows."""
     generator = torch.Generator().manual_seed(seed)
     weights = [
-        torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) for t in outputs
+        torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for t in outputs
     ]
     found = torch.autograd.grad(list(outputs), list(tensors.values()), weights, allow_unused=True)
     return {

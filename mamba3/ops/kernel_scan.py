@@ -47,21 +47,19 @@ def mamba3_scan_kernels(
     Args:
         bounds: boundaries of the sequences in the flattened tokens, packed or not.
     """
+    from .triton.launch import token_rows
+
     ends = None if cu_seqlens is None else SequenceEnds.of(cu_seqlens)
     mimo_x, mimo_z, mimo_o = mimo or (None, None, None)
     h0 = phase0 = None
     if state is not None:
         h0, phase0 = opening_h(state, dt, lam, mimo_x, ends), state.phase
         h0 = h0 if mimo else _swap_pairs(h0, (-1, 2))
-    tokens = [_flat(t) for t in (x, b, c, dt, a, lam, rate)]
+    per_token = ((x, 2), (b, 3), (c, 3), (dt, 1), (a, 1), (lam, 1), (rate, 1))
+    tokens = [token_rows(t, inner) for t, inner in per_token]
     weights = [None if t is None else t.float().contiguous() for t in (b_bias, c_bias, d, mimo_x)]
     y, h, phase = _KernelScan.apply(*tokens, *weights, h0, phase0, bounds, chunk_size)
-    if z is None and mimo is None and norm_weight is None:
-        y = y.squeeze(2)
-    else:
-        z = None if z is None else _flat(z)
-        y = gate_and_mix(y, z, mimo_z, mimo_o, norm_weight, norm_eps)
-    y = y.view(x.shape)
+    y = gate_and_mix(y, z, mimo_z, mimo_o, norm_weight, norm_eps)
     if not return_state:
         return y, None
     h = h if mimo else _swap_pairs(h, (2, -1))
@@ -77,24 +75,13 @@ def has_kernel(x: Tensor, b: Tensor) -> bool:
     return x.dtype != torch.float64 and b.shape[-1] <= 256 and b.shape[2] <= 64
 
 
-def _flat(t: Tensor) -> Tensor:
-    """(B, L, ...) -> (B*L, ...), all but the first dimension dense; a view where that can be."""
-    t = t.flatten(0, 1)
-    dense = 1
-    for size, stride in zip(reversed(t.shape[1:]), reversed(t.stride()[1:]), strict=True):
-        if stride != dense and size != 1:
-            return t.contiguous()
-        dense *= size
-    return t
-
-
 def _swap_pairs(h: Tensor, sizes: tuple[int, int]) -> Tensor:
     """From interleaved pairs, sizes (-1, 2), to all real parts first, or with (2, -1) back."""
     return h.unflatten(-1, sizes).transpose(-1, -2).flatten(-2)
 
 
 class _KernelScan(torch.autograd.Function):
-    """(T, ...) -> y (T, H, R, P) before the gate, and the h and phase after every sequence.
+    """(B, L, ...) -> y (B, L, H, R, P) before the gate, and every sequence's last h and phase.
 
     States, in and out, have the real parts of all pairs before the imaginary ones.
     """
@@ -108,7 +95,7 @@ class _KernelScan(torch.autograd.Function):
         inputs = Inputs(*inputs)
         h0, phase0 = (None if t is None else t.contiguous() for t in (h0, phase0))
         with on_device(inputs.x):
-            scan = Scan(inputs, bounds, chunk_size)
+            scan = Scan.of(inputs, bounds, chunk_size)
             chunks, phase = scan.chunks(inputs, phase0)
             states, h = scan.states(inputs, chunks, inputs.x, h0, reverse=False)
             y = scan.outputs(inputs, chunks, states)
@@ -126,16 +113,17 @@ class _KernelScan(torch.autograd.Function):
         saved, scan = ctx.saved_tensors, ctx.scan
         inputs, (h0, h) = Inputs(*saved[:11]), saved[11:13]
         chunks, states = Chunks(*saved[13:17]), States(*saved[17:])
-        x, rank = inputs.x, inputs.b.shape[1]
-        d_y = x.new_zeros(*x.shape[:2], rank, x.shape[2]) if d_y is None else d_y.contiguous()
+        d_y = scan.no_outputs() if d_y is None else d_y.contiguous()
+        if d_y.data_ptr() % 16:
+            d_y = d_y.clone()
         d_h = None if d_h is None else d_h.contiguous()
-        tail = _tail(h, d_h, d_phase, inputs.rate.shape[1])
-        with on_device(x):
+        tail = _tail(h, d_h, d_phase, inputs.rate.shape[-1])
+        with on_device(d_y):
             d_states, d_h0 = scan.states(inputs, chunks, d_y, d_h, reverse=True)
             grads = scan.gradients(inputs, chunks, d_y, states, d_states, tail)
         if h0 is None:
             return *grads, None, None, None, None
-        d_phase0 = -_turning(h0, d_h0, inputs.rate.shape[1])
+        d_phase0 = -_turning(h0, d_h0, inputs.rate.shape[-1])
         if tail is not None:
             d_phase0 = d_phase0 + tail[:, :, 0, :-1]
         return *grads, d_h0, d_phase0, None, None

@@ -252,8 +252,8 @@ def test_in_place_where_the_state_is_a_view(backend):
         view = state._replace(h=h, x=x)
         got, _ = mamba3_step(**calls[0], state=view, inplace=True)
     assert not h.is_contiguous()
-    assert torch.equal(got, y)
-    assert all(map(torch.equal, view, expected))
+    # A library's matrix product may sum in another order for another layout.
+    assert_close([got, *view], [y, *expected], 1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -13,12 +13,14 @@ Source: arXiv 2603.15569, output of the layer; the last two steps are `mamba3.op
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import on_device, stride_unit
+from .launch import on_device, stride_unit, token_stride
 
 # Elements (tokens x P) of a tile and its warps; the kernel that sums over tokens takes the second
 # pair, as its sums then stay within a warp.
@@ -162,15 +164,16 @@ def _backward_kernel(
 
 
 def gate_forward(y, z, mimo_z, mimo_o, norm_weight, norm_eps, dtype) -> Tensor:
-    """The output (T, H, P) in `dtype`.
+    """The output (..., H, P) in `dtype`.
 
     Args:
         y, z, mimo_z, mimo_o, norm_weight, norm_eps: as in `gate_and_mix`, all dense but for z's
             tokens, which may be any distance apart.
     """
-    tokens, heads, _, headdim = y.shape
+    *leading, heads, _, headdim = y.shape
+    tokens = math.prod(leading)
     constants = _constants(y, z, mimo_z, mimo_o, norm_weight, TILE)
-    out = torch.empty(tokens, heads, headdim, dtype=dtype, device=y.device)
+    out = torch.empty(*leading, heads, headdim, dtype=dtype, device=y.device)
     inputs = [y if t is None else t for t in (z, mimo_z, mimo_o, norm_weight)]
     sizes = tokens, heads, _z_stride(z, constants), norm_eps
     with on_device(y):
@@ -181,7 +184,8 @@ def gate_forward(y, z, mimo_z, mimo_o, norm_weight, norm_eps, dtype) -> Tensor:
 
 def gate_backward(grad, y, z, mimo_z, mimo_o, norm_weight, norm_eps):
     """Gradients of y, z, mimo_z, mimo_o and norm_weight, None for those that are absent."""
-    tokens, heads, rank, headdim = y.shape
+    *leading, heads, rank, headdim = y.shape
+    tokens = math.prod(leading)
     sums = mimo_o is not None or mimo_z is not None or norm_weight is not None
     constants = _constants(y, z, mimo_z, mimo_o, norm_weight, SUMMING_TILE if sums else TILE)
     parts = triton.cdiv(tokens, constants["BLOCK_T"])
@@ -207,13 +211,13 @@ def gate_backward(grad, y, z, mimo_z, mimo_o, norm_weight, norm_eps):
 
 def _constants(y, z, mimo_z, mimo_o, norm_weight, tile) -> dict:
     """The kernels' compile-time arguments."""
-    rank, headdim = y.shape[2:]
+    rank, headdim = y.shape[-2:]
     elements, warps = tile
     block_p = triton.next_power_of_2(headdim)
     return {
         "R": rank,
         "P": headdim,
-        "Z_UNIT": 1 if z is None else stride_unit(z.stride(0)),
+        "Z_UNIT": 1 if z is None else stride_unit(token_stride(z, 2)),
         "BLOCK_T": max(1, elements // block_p),
         "BLOCK_R": triton.next_power_of_2(rank),
         "BLOCK_P": block_p,
@@ -227,4 +231,4 @@ def _constants(y, z, mimo_z, mimo_o, norm_weight, tile) -> dict:
 
 
 def _z_stride(z, constants) -> int:
-    return 0 if z is None else z.stride(0) // constants["Z_UNIT"]
+    return 0 if z is None else token_stride(z, 2) // constants["Z_UNIT"]

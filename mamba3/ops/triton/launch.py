@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,25 +23,53 @@ def stride_unit(*strides: int) -> int:
     return math.gcd(16, *strides)
 
 
+def token_stride(t: Tensor, inner: int) -> int:
+    """Distance of one token to the next, of t (..., inner dimensions) as `token_rows` gives it."""
+    for size, stride in zip(reversed(t.shape[:-inner]), reversed(t.stride()[:-inner]), strict=True):
+        if size != 1:
+            return stride
+    return math.prod(t.shape[-inner:])
+
+
+def token_rows(t: Tensor, inner: int) -> Tensor:
+    """t (..., inner dimensions) itself if its tokens are equally far apart and dense, or a copy.
+
+    A slice of a wider projection is, and kernels read it where it lies.
+    """
+    dimensions = list(zip(reversed(t.shape), reversed(t.stride()), strict=True))
+    expected = 1
+    for size, stride in dimensions[:inner]:
+        if size != 1 and stride != expected:
+            return t.contiguous()
+        expected *= size
+    expected = None
+    for size, stride in dimensions[inner:]:
+        if size == 1:
+            continue
+        if expected is not None and stride != expected:
+            return t.contiguous()
+        expected = stride * size
+    return t
+
+
 class Launcher:
-    """Launches kernels for calls that agree in everything a compiled kernel depends on.
+    """Launches kernels for calls that agree in everything that a compiled kernel depends on.
 
     Triton finds a kernel's compiled form anew at every launch, from all of its arguments, which
-    takes longer than most kernels here do. The caller says instead what they depend on.
-
-    Args:
-        key: dtypes, alignments, strides and sizes that the arguments of all launches follow from.
+    takes longer than most kernels here do. What differs between the calls of one launcher must be
+    values alone: never dtypes, alignments, or integers that a kernel is specialised on.
     """
 
-    _compiled: ClassVar[dict] = {}
+    def __init__(self):
+        self._compiled = {}
 
-    def __init__(self, key: tuple):
-        self.key = key
+    def __call__(self, kernel, grid: tuple[int, ...], *args, variant=None, **constants) -> None:
+        """Launch `kernel` with its arguments in order, constants by name, as `kernel[grid]` would.
 
-    def __call__(self, kernel, grid: tuple[int, ...], *args, **constants) -> None:
-        """Launch `kernel` with its arguments in order, constants by name (as `kernel[grid]`)."""
-        key = (kernel, self.key, *constants.items())
-        known = self._compiled.get(key)
+        Args:
+            variant: tells launches of a kernel with other constants apart.
+        """
+        known = self._compiled.get((kernel, variant))
         if known is not None:
             compiled, trailing = known
             compiled[(*grid, 1, 1)[:3]](*args, *trailing)
@@ -50,4 +77,4 @@ class Launcher:
         compiled = kernel[grid](*args, **constants)
         if compiled is not None:  # else it was interpreted
             trailing = [constants[name] for name in kernel.arg_names[len(args) :]]
-            self._compiled[key] = compiled, trailing
+            self._compiled[kernel, variant] = compiled, trailing

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from . import chunk, scan_backward, scan_forward
-from .launch import Launcher, stride_unit
+from .launch import Launcher, stride_unit, token_stride
 
 # Walks per multiprocessor that a scan is cut into, as many as run at a time.
 PROGRAMS_PER_SM = 2
@@ -21,9 +21,10 @@ PROGRAMS_PER_SM = 2
 # call compiles one configuration, and two processes always run the same one.
 CONFIGS = {
     "states": (4, 2),
+    "states of streams": (4, 1),
     "outputs": (4, 1),
-    "inputs": (4, 1),
     "readouts": (4, 1),
+    "inputs": (4, 1),
     "turn_back": (1, 1),
 }
 # Rows that `turn_back_kernel` takes at a time.
@@ -67,11 +68,6 @@ class Layout(NamedTuple):
     table: Tensor
     segments: Tensor
     sequences: Tensor
-
-    @property
-    def segmented(self) -> bool:
-        """Whether some sequence has more than one segment."""
-        return len(self.segments) > len(self.sequences)
 
 
 @functools.lru_cache(maxsize=64)
@@ -123,7 +119,7 @@ class States(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Tensor arguments of a scan, tokens flattened: see `mamba3.ops.mamba3_scan`."""
+    """Tensor arguments of a scan, tokens as `token_rows` has them; see `mamba3.ops.mamba3_scan`."""
 
     x: Tensor
     b: Tensor
@@ -146,68 +142,96 @@ class Inputs(NamedTuple):
 class Scan:
     """One scan's launches; holds sizes only, tensors are passed."""
 
-    def __init__(self, inputs: Inputs, bounds: Sequence[int], chunk_size: int | None):
-        x, mimo = inputs.x, inputs.mimo_x is not None
-        self.tokens, self.heads, headdim = x.shape
-        _, rank, groups, d_state = inputs.b.shape
-        angles = inputs.rate.shape[1]
-        self.device, self.sequences = x.device, len(bounds) - 1
-        self.per_group = self.heads // groups
-        self.tiles = tiles = Tiles.of(rank, headdim, d_state, angles, x.dtype, chunk_size)
-        self.parts = triton.cdiv(headdim, tiles.block_p)
-        self.wanted = PROGRAMS_PER_SM * _multiprocessors(x.device)
-        walks = self.sequences * self.heads * self.parts
-        per_sequence = max(1, self.wanted // walks)
-        self.layout = layout(bounds, tiles.chunk_size, per_sequence, x.device)
-        self.chunks_count = len(self.layout.table)
+    @classmethod
+    def of(cls, inputs: Inputs, bounds: Sequence[int], chunk_size: int | None) -> Scan:
+        """The scan of these inputs, or the one made for others of the same sizes."""
+        facts = tuple(
+            None if t is None else (t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in inputs
+        )
+        return cls._cached(facts, inputs.x.device, bounds, chunk_size, PROGRAMS_PER_SM)
 
-        native = x.is_cuda and torch.version.hip is None and not triton.knobs.runtime.interpret
-        unit = stride_unit(x.stride(0))
-        self.x_stride = x.stride(0) // unit
-        self.maps_sizes = {"R": rank, "G": groups, "N": d_state, "HALF": tiles.half, "MIMO": mimo}
-        self.rows = self.maps_sizes | {"S": angles, "ROWS": tiles.rows, "BR": tiles.br}
-        self.turned = self.rows | {"P": headdim, "FAST": native, "PIECE": max(PIECE, tiles.br)}
-        self.turned |= {"BLOCK_S": tiles.angles, "STILL": tiles.still}
+    @classmethod
+    @functools.lru_cache(maxsize=64)
+    def _cached(cls, facts, device, bounds, chunk_size, per_multiprocessor) -> Scan:
+        empty = [
+            None if f is None else torch.empty_strided(*f[1:3], dtype=f[0], device="meta")
+            for f in facts
+        ]
+        return cls(Inputs(*empty), device, bounds, chunk_size, per_multiprocessor)
+
+    def __init__(self, inputs: Inputs, device, bounds, chunk_size, per_multiprocessor):
+        x, mimo = inputs.x, inputs.mimo_x is not None
+        self.device, self.dtype = device, x.dtype
+        self.batch, self.tokens, self.sequences = x.shape[:2], bounds[-1], len(bounds) - 1
+        self.heads, self.headdim = x.shape[2:]
+        self.rank, groups, self.d_state = inputs.b.shape[2:]
+        self.angles, self.per_group = inputs.rate.shape[2], self.heads // groups
+        self.tiles = tiles = Tiles.of(
+            self.rank, self.headdim, self.d_state, self.angles, x.dtype, chunk_size
+        )
+        self.parts = triton.cdiv(self.headdim, tiles.block_p)
+        walks = self.sequences * self.heads * self.parts
+        per_sequence = max(1, per_multiprocessor * _multiprocessors(device) // walks)
+        self.layout = layout(bounds, tiles.chunk_size, per_sequence, device)
+        self.count = len(self.layout.table)
+        self.launch = Launcher()
+
+        inner = (2, 3, 3, 1, 1, 1, 1)
+        strides = [token_stride(t, n) for t, n in zip(inputs[:7], inner, strict=True)]
+        self.x_stride, *self.maps_strides = strides[:3]
+        self.weights_strides, self.rate_stride = strides[3:6], strides[6]
+        unit, maps_unit = stride_unit(self.x_stride), stride_unit(*self.maps_strides)
+        self.x_stride //= unit
+        self.maps_strides = [stride // maps_unit for stride in self.maps_strides]
+
+        native = device.type == "cuda" and torch.version.hip is None
+        native = native and not triton.knobs.runtime.interpret
+        sizes = {"R": self.rank, "G": groups, "N": self.d_state, "HALF": tiles.half, "MIMO": mimo}
+        self.copied = sizes | {"UNIT": maps_unit, "BLOCK": 32, "num_warps": 4}
+        self.summed = sizes | {"S": self.angles, "ROWS": tiles.rows, "BR": tiles.br}
+        self.turned = self.summed | {"P": self.headdim, "FAST": native}
+        self.turned |= {"PIECE": max(PIECE, tiles.br), "BLOCK_S": tiles.angles}
+        self.turned |= {"STILL": tiles.still}
         del self.turned["HALF"]
-        self.full = self.rows | {"P": headdim, "BLOCK_P": tiles.block_p, "UNIT": unit}
+        self.full = self.summed | {"P": self.headdim, "BLOCK_P": tiles.block_p, "UNIT": unit}
         self.full |= {"FAST": native, "PRECISION": "tf32x3" if native else "ieee"}
-        present = [t for t in inputs if t is not None]
-        facts = [(t.dtype, t.data_ptr() % 16, t.stride(0)) for t in present]
-        self.launch = Launcher((x.device, self.heads, headdim, groups, tiles, *facts))
+
+    def no_outputs(self) -> Tensor:
+        """A gradient of zero for the outputs."""
+        shape = (*self.batch, self.heads, self.rank, self.headdim)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def chunks(self, inputs: Inputs, phase0: Tensor | None) -> tuple[Chunks, Tensor]:
         """Maps, weights and phases of all chunks, and the phase after every sequence."""
         table, _, sequences = self.layout
-        heads, size, angles = self.heads, self.tiles.chunk_size, self.rows["S"]
+        heads, size, angles, tokens = self.heads, self.tiles.chunk_size, self.angles, self.tokens
         b, c, dt, a, lam, rate = inputs[1:7]
-        _, rank, groups, d_state = b.shape
-        maps = inputs.x.new_empty(self.tokens, 2, rank, groups, d_state)
-        unit = stride_unit(b.stride(0), c.stride(0))
+        parts = 2 * self.rank * (heads // self.per_group)
+        maps = torch.empty(tokens * parts * self.d_state, dtype=self.dtype, device=self.device)
         self.launch(
-            chunk.maps_kernel, (triton.cdiv(self.tokens, 32), 2 * rank * groups),
-            b, c, maps, b.stride(0) // unit, c.stride(0) // unit, self.tokens,
-            **self.maps_sizes, UNIT=unit, BLOCK=32, num_warps=4,
+            chunk.maps_kernel, (triton.cdiv(tokens, 32), parts),
+            b, c, maps, *self.maps_strides, tokens, **self.copied,
         )  # fmt: skip
-        count = self.chunks_count
         weights, phase, final = self._floats(
-            count * heads * 4 * size, count * heads * angles, self.sequences * heads * angles
-        )
+            self.count * heads * 4 * size, self.count * heads * angles,
+            self.sequences * heads * angles,
+        )  # fmt: skip
         turns = torch.empty(
-            count * heads * size * angles,
-            dtype=torch.float32 if inputs.x.dtype == torch.float32 else torch.int16,
+            self.count * heads * size * angles,
+            dtype=torch.float32 if self.dtype == torch.float32 else torch.int16,
             device=self.device,
         )
         self.launch(
-            chunk.weights_kernel, (self.chunks_count * heads,),
+            chunk.weights_kernel, (self.count * heads,),
             dt, a, lam, rate, table, weights, turns, phase,
-            dt.stride(0), a.stride(0), lam.stride(0), rate.stride(0), heads,
+            *self.weights_strides, self.rate_stride, heads,
             S=angles, Q=size, BLOCK_S=self.tiles.angles, num_warps=1,
         )  # fmt: skip
+        started = phase0 is not None
         self.launch(
             chunk.phase_kernel, (self.sequences * heads,),
-            phase, final if phase0 is None else phase0, final, sequences, heads,
-            S=angles, BLOCK_S=self.tiles.angles, BLOCK_C=32, HAS_START=phase0 is not None,
-            num_warps=4,
+            phase, phase0 if started else final, final, sequences, heads, variant=started,
+            S=angles, BLOCK_S=self.tiles.angles, BLOCK_C=32, HAS_START=started, num_warps=4,
         )  # fmt: skip
         return Chunks(maps, weights, turns, phase), final.view(self.sequences, heads, angles)
 
@@ -222,40 +246,42 @@ class Scan:
                 It, like what is returned, has all real parts of the pairs before the imaginary.
         """
         table, segments, sequences = self.layout
-        heads, sizes = self.heads, (inputs.x.shape[2], inputs.b.shape[3])
+        per_head, heads = self.headdim * self.d_state, self.heads
         bias = inputs.c_bias if reverse else inputs.b_bias
-        size = heads * sizes[0] * sizes[1]
-        inner = inputs.x.new_empty(self.chunks_count * size)
+        inner = torch.empty(self.count * heads * per_head, dtype=self.dtype, device=self.device)
+        segmented = len(segments) > self.sequences
         lead, end, decay, final = self._floats(
-            self.chunks_count * heads, len(segments) * size, len(segments) * heads,
-            self.sequences * size if self.layout.segmented else 0,
+            self.count * heads, len(segments) * heads * per_head, len(segments) * heads,
+            self.sequences * heads * per_head if segmented else 0,
         )  # fmt: skip
+        started = start is not None
         self.launch(
             scan_forward.states_kernel, (len(segments) * heads, self.parts),
-            rows, inputs.mimo, bias, *chunks, table, segments, end if start is None else start,
+            rows, inputs.mimo, bias, *chunks, table, segments, start if started else end,
             inner, lead, end, decay, self.x_stride, heads, self.per_group,
-            **self.full, **_config("states"), HAS_START=start is not None, REVERSE=reverse,
+            variant=(started, reverse),
+            **self.full, **self._config("states of streams" if self.rank > 1 else "states"), HAS_START=started, REVERSE=reverse,
         )  # fmt: skip
-        if self.layout.segmented:
-            per_head = sizes[0] * sizes[1]
+        if segmented:
             self.launch(
                 scan_forward.carry_kernel, (self.sequences * heads, triton.cdiv(per_head, 512)),
-                end, decay, sequences, final, heads,
+                end, decay, sequences, final, heads, variant=reverse,
                 SIZE=per_head, BLOCK=512, UNROLL=8, REVERSE=reverse, num_warps=4,
             )  # fmt: skip
         else:
             final = end
-        return States(inner, lead, end), final.view(self.sequences, heads, *sizes)
+        shape = (self.sequences, heads, self.headdim, self.d_state)
+        return States(inner, lead, end), final.view(shape)
 
     def outputs(self, inputs: Inputs, chunks: Chunks, states: States) -> Tensor:
-        """Outputs before the gate, (T, H, R, P) in x's dtype."""
-        x = inputs.x
-        y = x.new_empty(self.tokens, self.heads, inputs.b.shape[1], x.shape[2])
+        """Outputs before the gate, (B, L, H, R, P) in x's dtype."""
+        shape = (*self.batch, self.heads, self.rank, self.headdim)
+        y = torch.empty(shape, dtype=self.dtype, device=self.device)
         self.launch(
-            scan_forward.outputs_kernel, (self.chunks_count * self.heads, self.parts),
-            x, inputs.mimo, inputs.b_bias, inputs.c_bias, inputs.d, *chunks, self.layout.table,
-            *states, y, self.x_stride, self.heads, self.per_group,
-            **self.full, **_config("outputs"),
+            scan_forward.outputs_kernel, (self.count * self.heads, self.parts),
+            inputs.x, inputs.mimo, inputs.b_bias, inputs.c_bias, inputs.d, *chunks,
+            self.layout.table, *states, y, self.x_stride, self.heads, self.per_group,
+            **self.full, **self._config("outputs"),
         )  # fmt: skip
         return y
 
@@ -265,21 +291,23 @@ class Scan:
     ) -> list[Tensor | None]:  # fmt: skip
         """Gradients of all `inputs`, in their order; see `scan_backward`."""
         x, b, c, dt, a, lam, rate = inputs[:7]
-        heads, table = self.heads, self.layout.table
-        rank, groups, d_state = b.shape[1:]
-        angles, rows, size = rate.shape[1], self.tiles.rows, self.tiles.chunk_size
-        count, mimo = self.chunks_count, inputs.mimo_x is not None
-        params = (rank * d_state, rank * d_state, 1, rank * x.shape[2] if mimo else 0)
+        heads, rank, d_state, angles = self.heads, self.rank, self.d_state, self.angles
+        table, count, rows, size = (
+            self.layout.table, self.count, self.tiles.rows, self.tiles.chunk_size,
+        )  # fmt: skip
+        mimo = inputs.mimo_x is not None
+        params = (rank * d_state, rank * d_state, 1, rank * self.headdim if mimo else 0)
         slab = min(count, max(1, SLAB_ELEMENTS // (2 * heads * rows * d_state)))
-        dx = x.new_empty(x.shape)
-        d_b, d_c, d_rate, d_dt, d_a, d_lam = (
-            t.new_empty(t.shape) for t in (b, c, rate, dt, a, lam)
+        dx, d_b, d_c, d_rate, d_dt, d_a, d_lam = (
+            torch.empty(t.shape, dtype=t.dtype, device=self.device)
+            for t in (x, b, c, rate, dt, a, lam)
         )
         d_weights, border, d_params, d_rates, turned = self._floats(
             count * heads * 4 * size, count * heads * (angles + 1), count * heads * sum(params),
             slab * heads * size * angles, 2 * slab * heads * rows * d_state,
         )  # fmt: skip
         plane, piece = len(turned) // 2, min(8, rows)
+        ended = tail is not None
         common = (x, dy, inputs.mimo, inputs.b_bias)
         for first in reversed(range(0, count, slab)):
             programs = min(slab, count - first) * heads
@@ -288,31 +316,31 @@ class Scan:
                 scan_backward.readouts_kernel, (programs,),
                 *common, *chunks, table, *states, *d_states,
                 turned[plane:], border, d_params, *sizes,
-                **self.full, **_config("readouts"), PARTS=self.parts,
+                **self.full, **self._config("readouts"), PARTS=self.parts,
             )  # fmt: skip
             self.launch(
                 scan_backward.inputs_kernel, (programs,),
                 *common, inputs.c_bias, inputs.d, *chunks, table, *d_states,
                 turned, dx, d_weights, d_params, *sizes,
-                **self.full, **_config("inputs"), PARTS=self.parts,
+                **self.full, **self._config("inputs"), PARTS=self.parts,
             )  # fmt: skip
             self.launch(
                 scan_backward.turn_back_kernel, (programs,),
                 turned, rate, inputs.b_bias, inputs.c_bias, *chunks, table, border,
-                border if tail is None else tail, d_rates, d_weights, d_params,
-                rate.stride(0), heads, self.per_group, plane, first,
-                **self.turned, **_config("turn_back"), HAS_TAIL=tail is not None,
+                tail if ended else border, d_rates, d_weights, d_params,
+                self.rate_stride, heads, self.per_group, plane, first, variant=ended,
+                **self.turned, **self._config("turn_back"), HAS_TAIL=ended,
             )  # fmt: skip
             self.launch(
                 scan_backward.sums_kernel,
-                (programs // heads * (rows // piece), 2 * groups + 1),
+                (programs // heads * (rows // piece), 2 * (heads // self.per_group) + 1),
                 turned, d_rates, table, d_b, d_c, d_rate, heads, self.per_group, plane, first,
-                **self.rows, BLOCK=piece, UNROLL=math.gcd(4, self.per_group), num_warps=1,
+                **self.summed, BLOCK=piece, UNROLL=math.gcd(4, self.per_group), num_warps=1,
             )  # fmt: skip
         self.launch(
             scan_backward.weights_kernel, (count * heads,),
-            d_weights, dt, a, lam, table, d_dt, d_a, d_lam,
-            dt.stride(0), a.stride(0), lam.stride(0), heads, Q=size, num_warps=1,
+            d_weights, dt, a, lam, table, d_dt, d_a, d_lam, *self.weights_strides, heads,
+            Q=size, num_warps=1,
         )  # fmt: skip
         d_params = d_params.view(count, heads, -1).sum(0)
         d_b_bias, d_c_bias, d_d, d_mimo = d_params.split(params, 1)
@@ -321,6 +349,10 @@ class Scan:
         d_bias = d_b_bias.view(shape), d_c_bias.view(shape)
         return [dx, d_b, d_c, d_dt, d_a, d_lam, d_rate, *d_bias, d_d.view(-1), d_mimo]
 
+    def _config(self, kernel: str) -> dict[str, int]:
+        warps, stages = CONFIGS[kernel]
+        return {"num_warps": warps, "num_stages": stages if _can_pipeline(self.device) else 1}
+
     def _floats(self, *counts: int) -> tuple[Tensor, ...]:
         """Aligned buffers of float32, cut from one allocation, which costs as much as a launch."""
         padded = [-(-n // 16) * 16 for n in counts]
@@ -328,13 +360,14 @@ class Scan:
         return tuple(t[:n] if n < len(t) else t for t, n in zip(buffers, counts, strict=True))
 
 
-def _config(kernel: str) -> dict[str, int]:
-    warps, stages, *more = CONFIGS[kernel]
-    return {"num_warps": warps, "num_stages": stages, **({"maxnreg": more[0]} if more else {})}
-
-
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _can_pipeline(device: torch.device) -> bool:
+    """Whether loads may be pipelined: on Blackwell (10, 12) that has given wrong numbers."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 10

@@ -54,16 +54,16 @@ def states_kernel(
         sequence = tl.load(segments_ptr + segment * 5 + 2)
         opens = tl.load(segments_ptr + segment * 5 + (4 if REVERSE else 3))
         given = mask & (p < P * opens)[:, None]
-        at = start_ptr + state_at(sequence * heads + head, p, P, N) + pair
-        h_re += tl.load(at, given, 0.0)
-        h_im += tl.load(at + N // 2, given, 0.0)
+        start_ptr += state_at(sequence * heads + head, p, P, N) + pair
+        h_re += tl.load(start_ptr, given, 0.0)
+        h_im += tl.load(start_ptr + N // 2, given, 0.0)
     total = 0.0
     for i in range(first, last):
         chunk = (first + last - 1 - i) if REVERSE else i
         index = chunk * heads + head
-        at = states_ptr + state_at(index, p, P, N) + pair
-        tl.store(at, h_re.to(DOT), mask)
-        tl.store(at + N // 2, h_im.to(DOT), mask)
+        own = states_ptr + state_at(index, p, P, N) + pair
+        tl.store(own, h_re.to(DOT), mask)
+        tl.store(own + N // 2, h_im.to(DOT), mask)
         tl.store(lead_ptr + index, tl.exp(total))
 
         place, token, stream, real = rows_of(table_ptr, chunk, ROWS, BR, R)
@@ -71,8 +71,8 @@ def states_kernel(
         cum = tl.load(weights + place)
         cum_end = tl.load(weights + Q - 1)
         if REVERSE:
-            at = outputs_at(token, stream, heads, head, p, R, P)
-            v = tl.load(rows_ptr + at, real[:, None] & (p < P)[None, :], 0.0).to(tl.float32)
+            row = outputs_at(token, stream, heads, head, p, R, P)
+            v = tl.load(rows_ptr + row, real[:, None] & (p < P)[None, :], 0.0).to(tl.float32)
             v *= tl.exp(cum)[:, None]
         else:
             v = values(

@@ -1,0 +1,97 @@
+"""Compile the scan's kernels for GPUs that are not here, and report what each asks for.
+
+    python tests/ops/compile_kernels.py CAPABILITY FORM...
+
+Every launch of a forward and backward pass is compiled instead of run, with the very arguments that
+it would be launched with. Prints one JSON object a kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mamba3.ops.triton import scan as launchers
+
+FORMS = {
+    "siso": {"headdim": 64, "d_state": 128, "angles": 32, "dtype": torch.bfloat16},
+    "mimo": {"headdim": 64, "d_state": 128, "angles": 32, "dtype": torch.bfloat16, "rank": 4},
+    "siso-float32": {"headdim": 64, "d_state": 128, "angles": 32, "dtype": torch.float32},
+    "siso-N256": {"headdim": 128, "d_state": 256, "angles": 64, "dtype": torch.bfloat16},
+    "mimo-odd": {"headdim": 6, "d_state": 10, "angles": 3, "dtype": torch.float16, "rank": 3},
+}
+TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int16: "*i16",
+    torch.int64: "*i64",
+}
+
+
+class Compiler:
+    """Stands in for `Launcher`: compiles what it would launch."""
+
+    def __init__(self, capability: int):
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def __call__(self, kernel, grid, *args, variant=None, **constants):
+        options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg")
+                   if name in constants}  # fmt: skip
+        if "FAST" in constants:
+            constants["FAST"] = True
+        if "PRECISION" in constants:
+            constants["PRECISION"] = "tf32x3"
+        names = kernel.arg_names
+        assert len(args) + len(constants) == len(names), kernel.__name__
+        signature = {
+            name: TYPES[a.dtype] if torch.is_tensor(a) else "i32"
+            for name, a in zip(names, args, strict=False)
+        } | dict.fromkeys(constants, "constexpr")
+        # Tensors and strides as Triton specialises them: on divisibility by 16.
+        aligned = {
+            (i,): [["tt.divisibility", 16]]
+            for i, a in enumerate(args)
+            if (a.data_ptr() if torch.is_tensor(a) else a) % 16 == 0
+        }
+        source = ASTSource(kernel, signature, constants, aligned)
+        compiled = triton.compile(source, target=self.target, options=options)
+        shared = compiled.metadata.shared
+        print(json.dumps({"kernel": kernel.__name__, "shared": shared}), flush=True)
+
+
+def compile_form(capability: int, headdim, d_state, angles, dtype, rank=1) -> None:
+    """All launches of a scan with a state, in segments, packed or not being the same kernels."""
+    heads, tokens, sequences = 2, 200, 2
+
+    def empty(*shape, dtype=torch.float32):
+        return torch.zeros(shape, dtype=dtype)
+
+    maps = empty(1, tokens, rank, 1, d_state, dtype=dtype)
+    per_head = (empty(1, tokens, heads) for _ in range(3))
+    bias = empty(heads, rank, d_state)
+    mimo = empty(heads, rank, headdim) if rank > 1 else None
+    inputs = launchers.Inputs(
+        empty(1, tokens, heads, headdim, dtype=dtype), maps, maps, *per_head,
+        empty(1, tokens, angles), bias, bias, empty(heads), mimo,
+    )  # fmt: skip
+    launchers.PROGRAMS_PER_SM = 100  # several segments, on a CPU that counts as one multiprocessor
+    scan = launchers.Scan.of(inputs, (0, 80, tokens), None)
+    scan.launch = Compiler(capability)
+    chunks, phase = scan.chunks(inputs, empty(sequences, heads, angles))
+    h0 = empty(sequences, heads, headdim, d_state)
+    states, _ = scan.states(inputs, chunks, inputs.x, h0, reverse=False)
+    y = scan.outputs(inputs, chunks, states)
+    d_states, _ = scan.states(inputs, chunks, y, h0, reverse=True)
+    tail = empty(sequences, heads, 2, angles + 1)
+    scan.gradients(inputs, chunks, y, states, d_states, tail)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:]:
+        compile_form(int(sys.argv[1]), **FORMS[name])

@@ -1,0 +1,38 @@
+"""The scan's kernels compile for GPUs, and ask for no more shared memory than small ones have."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("compile_kernels.py")
+KERNELS = {
+    "maps_kernel", "weights_kernel", "phase_kernel", "states_kernel", "carry_kernel",
+    "outputs_kernel", "inputs_kernel", "readouts_kernel", "turn_back_kernel", "sums_kernel",
+}  # fmt: skip
+
+
+# 99 KB is what a program may ask for on consumer GPUs of compute capability 8.6, 8.9 and 12.
+@pytest.mark.parametrize(
+    ("capability", "form"),
+    [
+        (90, "siso"), (90, "mimo"), (90, "siso-float32"), (90, "siso-N256"), (90, "mimo-odd"),
+        (80, "siso-float32"), (80, "mimo"),
+    ],
+)  # fmt: skip
+def test_compiles_within_shared_memory(capability, form):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, SCRIPT, str(capability), form],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {one["kernel"] for one in found} == KERNELS
+    assert max(one["shared"] for one in found) <= 99 * 1024, found
