@@ -30,10 +30,17 @@ class Block(nn.Module):
             self.mlp = GatedMLP(config.d_model, config.mlp_width, **weights)
 
     def forward(
-        self, x: Tensor, *, state: Mamba3State | None = None, cu_seqlens: Tensor | None = None
-    ) -> tuple[Tensor, Mamba3State]:
+        self,
+        x: Tensor,
+        *,
+        state: Mamba3State | None = None,
+        cu_seqlens: Tensor | None = None,
+        return_state: bool = True,
+    ) -> tuple[Tensor, Mamba3State | None]:
         """Run whole sequences: x (B, L, D), in the residual stream's dtype."""
-        y, state = self.mixer(self.norm(x), state=state, cu_seqlens=cu_seqlens, return_state=True)
+        options = {"state": state, "cu_seqlens": cu_seqlens, "return_state": return_state}
+        out = self.mixer(self.norm(x), **options)
+        y, state = out if return_state else (out, None)
         return self._add_mlp(x + y), state
 
     def step(

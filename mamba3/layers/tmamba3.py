@@ -209,7 +209,12 @@ class TMamba3Layer(nn.Module):
             u, cu_seqlens = ragged.pack(u), ragged.cu_seqlens
         tensors, options = self._project(u)
         y, state = mamba3_scan(
-            *tensors, **options, state=state, cu_seqlens=cu_seqlens, chunk_size=self.chunk_size
+            *tensors,
+            **options,
+            state=state,
+            cu_seqlens=cu_seqlens,
+            chunk_size=self.chunk_size,
+            return_state=return_state,
         )
         y = self.out_proj(y.flatten(-2))
         if ragged is not None:

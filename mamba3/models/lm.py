@@ -138,10 +138,11 @@ class Mamba3LM(nn.Module):
         if ragged is not None:
             input_ids, cu_seqlens = ragged.pack(input_ids), ragged.cu_seqlens
 
-        x, state = self.backbone(input_ids, state=state, cu_seqlens=cu_seqlens)
+        x, state = self.backbone(
+            input_ids, state=state, cu_seqlens=cu_seqlens, return_state=return_state
+        )
         if ragged is not None:
             x = ragged.unpack(x)
-        state = state if return_state else None
         targets = None if labels is None else next_tokens(labels, attention_mask, ragged)
         if not return_logits and _is_plain(self.lm_head):
             features = x[:, :-1].flatten(0, 1)
@@ -222,8 +223,8 @@ class Mamba3LM(nn.Module):
                 f"expected {name} {form} of int64 or int32, got {ids.dtype} of shape "
                 f"{tuple(ids.shape)}"
             )
-        # On a GPU this would wait for the device at every call.
-        if ids.device.type != "cpu" or not ids.numel():
+        # On a GPU this would wait for the device at every call; compiled code cannot branch on it.
+        if torch.compiler.is_compiling() or ids.device.type != "cpu" or not ids.numel():
             return
         if ignore is not None:
             ids = ids.masked_fill(ids == ignore, 0)
@@ -249,16 +250,21 @@ class Backbone(nn.Module):
         self.norm_f = RMSNorm(config.d_model, eps=config.norm_eps, **weights)
 
     def forward(
-        self, input_ids: Tensor, *, state: LMState | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, LMState]:
+        self,
+        input_ids: Tensor,
+        *,
+        state: LMState | None,
+        cu_seqlens: Tensor | None,
+        return_state: bool,
+    ) -> tuple[Tensor, LMState | None]:
         """From tokens (B, L) to normalised features (B, L, D)."""
         x = self._embed(input_ids)
         states = []
         for i, block in enumerate(self.layers):
             before = None if state is None else state.layers[i]
-            x, after = block(x, state=before, cu_seqlens=cu_seqlens)
+            x, after = block(x, state=before, cu_seqlens=cu_seqlens, return_state=return_state)
             states.append(after)
-        return self.norm_f(x), LMState(tuple(states))
+        return self.norm_f(x), LMState(tuple(states)) if return_state else None
 
     def step(self, input_ids: Tensor, state: LMState, *, inplace: bool) -> tuple[Tensor, LMState]:
         """From one token a sequence (B,) to features (B, D)."""

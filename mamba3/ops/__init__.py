@@ -2,7 +2,7 @@
 
 from .dispatch import BACKENDS, backend, explain, use_backend
 from .loss import linear_cross_entropy
-from .norm import rms_norm
+from .norm import add_rms_norm, rms_norm
 from .scan import mamba3_scan
 from .state import Mamba3State
 from .step import mamba3_step
@@ -17,6 +17,7 @@ from .streams import (
 __all__ = [
     "BACKENDS",
     "Mamba3State",
+    "add_rms_norm",
     "backend",
     "broadcast_streams",
     "complex_add",

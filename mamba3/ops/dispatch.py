@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import torch
 
 BACKENDS = ("reference", "torch", "triton")
-# The ops that have a Triton kernel; under the triton backend the others run on the torch path.
-TRITON_OPS = ("mamba3_step",)
+# The ops without a Triton kernel: under the triton backend they run on the torch path.
+TORCH_ONLY = ("linear_cross_entropy",)
 
 _override: contextvars.ContextVar[str | None] = contextvars.ContextVar("backend", default=None)
 
@@ -38,7 +38,7 @@ def explain(device: torch.device | str | None = None) -> str:
     """One sentence: which backend is in use on a device, and why; `device` as in `backend`."""
     name, reason = _choose(_device(device))
     if name == "triton":
-        reason += f"; it has {', '.join(TRITON_OPS)}, the other ops run on the torch path"
+        reason += f"; {', '.join(TORCH_ONLY)} runs on the torch path"
     return f"{name}: {reason}"
 
 

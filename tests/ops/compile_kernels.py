@@ -83,7 +83,7 @@ def compile_form(capability: int, headdim, d_state, angles, dtype, rank=1) -> No
     launchers.PROGRAMS_PER_SM = 100  # several segments, on a CPU that counts as one multiprocessor
     scan = launchers.Scan.of(inputs, (0, 80, tokens), None)
     scan.launch = Compiler(capability)
-    chunks, phase = scan.chunks(inputs, empty(sequences, heads, angles))
+    chunks, _ = scan.chunks(inputs, empty(sequences, heads, angles))
     h0 = empty(sequences, heads, headdim, d_state)
     states, _ = scan.states(inputs, chunks, inputs.x, h0, reverse=False)
     y = scan.outputs(inputs, chunks, states)

@@ -259,8 +259,9 @@ class Scan:
             scan_forward.states_kernel, (len(segments) * heads, self.parts),
             rows, inputs.mimo, bias, *chunks, table, segments, start if started else end,
             inner, lead, end, decay, self.x_stride, heads, self.per_group,
-            variant=(started, reverse),
-            **self.full, **self._config("states of streams" if self.rank > 1 else "states"), HAS_START=started, REVERSE=reverse,
+            variant=(started, reverse), **self.full,
+            **self._config("states of streams" if self.rank > 1 else "states"),
+            HAS_START=started, REVERSE=reverse,
         )  # fmt: skip
         if segmented:
             self.launch(
