@@ -190,3 +190,23 @@ def test_the_same_numbers_every_time():
     (first, first_grads), (second, second_grads) = run("triton", tensors), run("triton", tensors)
     assert all(map(torch.equal, first, second))
     assert all(torch.equal(first_grads[k], second_grads[k]) for k in first_grads)
+
+
+@pytest.mark.parametrize("name", ["x", "z", "b", "c"])
+def test_offsets_past_int32(name):
+    """Tokens so far apart that their offsets need 64 bits; only their pages are ever touched."""
+    tensors, _ = scan_inputs(batch=1, length=3, heads=2, dtype=torch.float16)
+    expected, expected_grads = run("triton", tensors)
+    stride = (1 << 30) + 8
+    t = tensors[name].detach()
+    buffer = torch.empty(2 * stride + t[0, 0].numel(), dtype=torch.float16, device=DEVICE)
+    far = buffer.as_strided(t.shape, (3 * stride, stride, *t.stride()[2:]))
+    far.copy_(t)
+    moved = {k: t.detach().to(DEVICE).requires_grad_() for k, t in tensors.items()}
+    moved[name] = far.requires_grad_()
+    with use_backend("triton"):
+        y, state = mamba3_scan(**call_arguments(moved))
+    outputs = [t.cpu() for t in (y, *turned(state))]
+    assert all(map(torch.equal, outputs, expected))
+    grads = gradients(outputs, moved)
+    assert all(torch.equal(grads[k].cpu(), expected_grads[k]) for k in grads)

@@ -28,7 +28,7 @@ CONFIGS = {
     "turn_back": (1, 1),
 }
 # Rows that `turn_back_kernel` takes at a time.
-PIECE = 8
+PIECE = 4
 # Elements of dk and dq that exist at a time; 128 MB.
 SLAB_ELEMENTS = 1 << 25
 
