@@ -100,9 +100,10 @@ def configurations(device: torch.device | str) -> list[str]:
                 f"  {form} R={rank} {_name(dtype):8}  tiles of {tiles.rows} rows, "
                 f"{tiles.chunk_size} tokens, by {tiles.block_p} of P"
             )
+    width = max(map(len, scan.CONFIGS))
     for kernel, (warps, stages, *registers) in scan.CONFIGS.items():
         limit = f", at most {registers[0]} registers" if registers else ""
-        lines.append(f"  {kernel:10}  {warps} warps, {stages} stages{limit}")
+        lines.append(f"  {kernel:{width}}  {warps} warps, {stages} stages{limit}")
     return lines
 
 

@@ -171,8 +171,8 @@ def test_gradients_may_be_off_twice_as_much(changes, ok):
 def test_configurations_are_those_of_the_launchers(monkeypatch):
     monkeypatch.setattr(scan_kernels, "CONFIGS", {"states": (8, 3), "inputs": (4, 1, 168)})
     printed = "\n".join(doctor.configurations(DEVICE))
-    assert "states      8 warps, 3 stages\n" in printed
-    assert "inputs      4 warps, 1 stages, at most 168 registers" in printed
+    assert "states  8 warps, 3 stages\n" in printed
+    assert "inputs  4 warps, 1 stages, at most 168 registers" in printed
     sizes = doctor.Sizes.on(torch.device(DEVICE))
     widths = (4, sizes.headdim, sizes.d_state, sizes.angles, torch.float32, None)
     tiles = scan_kernels.Tiles.of(*widths)

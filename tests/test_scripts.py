@@ -17,3 +17,23 @@ def test_bench_gpu_says_what_it_needs():
     )
     assert done.returncode == 1
     assert done.stderr.strip() == "bench_gpu.py needs a CUDA or ROCm GPU, and found none"
+
+
+def test_bench_gpu_compares_with_ours_of_the_same_shape(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import bench_gpu
+
+    names = ("form", "batch", "length", "by", "forward_ms", "both_ms", "extra_mb")
+    rows = [
+        ("SISO", 1, 64, "mamba3", 1.0, 2.0, 100.0),
+        ("SISO", 1, 64, "peer", 1.5, 8.0, 400.0),
+        ("SISO", 2, 64, "mamba3", 1.0, 4.0, 200.0),
+        ("SISO", 2, 64, "peer", 1.5, 4.0, 200.0),
+        ("SISO", 2, 64, "published", 1.5, None, None),
+    ]
+    rows = [dict(zip(names, row, strict=True)) for row in rows]
+    bench_gpu.print_scan(rows, {"SISO": {"output": 1e-3, "gradient of x": 2e-3}})
+    printed = capsys.readouterr().out
+    assert "SISO against float64: output 1.0e-03, gradient of x 2.0e-03" in printed
+    assert "SISO: peer takes 2.00 times our time, 2.00 times our memory" in printed
+    assert "published takes" not in printed
