@@ -66,7 +66,7 @@ class Finding(NamedTuple):
         gradients = "-" if self.gradients is None else f"{self.gradients:.1e}"
         verdict = "ok" if self.ok else f"FAIL: {self.worst}"
         return (
-            f"{self.backend:7}  {self.dtype:8}  {self.form:4}  {self.what:26}  {self.error:.1e}  "
+            f"{self.backend:7}  {self.dtype:8}  {self.form:4}  {self.what:26}  {self.error:7.1e}  "
             f"{gradients:9}  {self.tolerance:.0e}, {2 * self.tolerance:.0e}  {verdict}"
         )
 
