@@ -429,24 +429,19 @@ def _doctor(args) -> None:
     from mamba3 import doctor, ops
 
     device = _device(args)
-    print(f"torch {torch.__version__} on {device}; by itself: {ops.explain(device)}\n")
-    print("backend  dtype     form  what        error    rounding explains")
+    print(f"torch {torch.__version__} on {device}; by itself: {ops.explain(device)}")
+    print("\n".join([*doctor.configurations(device), "", doctor.HEADER]))
     findings = []
     for found in doctor.check(device):
         findings.append(found)
-        print(
-            f"{found.backend:7}  {found.dtype:8}  {found.form:4}  {found.what:10}  "
-            f"{found.error:.1e}  {found.tolerance:.0e}{'' if found.ok else '  WRONG'}",
-            flush=True,
-        )
+        print(found, flush=True)
     wrong = [found for found in findings if not found.ok]
-    if not wrong:
-        print(f"\nall {len(findings)} comparisons are within rounding")
-        return
-    remedy = "please report it with the table above"
-    if all(found.backend == "triton" for found in wrong):
-        remedy = f"set MAMBA3_BACKEND=torch, which is right here, and {remedy}"
-    raise RuntimeError(f"{len(wrong)} of {len(findings)} comparisons are off on {device}: {remedy}")
+    if wrong:
+        raise RuntimeError(
+            f"{len(wrong)} of {len(findings)} comparisons are off on {device}: "
+            + doctor.remedy(wrong)
+        )
+    print(f"\nall {len(findings)} comparisons are within rounding")
 
 
 # printing

@@ -101,9 +101,9 @@ def configurations(device: torch.device | str) -> list[str]:
                 f"{tiles.chunk_size} tokens, by {tiles.block_p} of P"
             )
     width = max(map(len, scan.CONFIGS))
-    for kernel, (warps, stages, *registers) in scan.CONFIGS.items():
-        limit = f", at most {registers[0]} registers" if registers else ""
-        lines.append(f"  {kernel:{width}}  {warps} warps, {stages} stages{limit}")
+    for kernel in scan.CONFIGS:
+        warps, stages = scan.config(kernel, torch.device(device))
+        lines.append(f"  {kernel:{width}}  {warps} warps, {stages} stages")
     return lines
 
 

@@ -169,10 +169,12 @@ def test_gradients_may_be_off_twice_as_much(changes, ok):
 
 
 def test_configurations_are_those_of_the_launchers(monkeypatch):
-    monkeypatch.setattr(scan_kernels, "CONFIGS", {"states": (8, 3), "inputs": (4, 1, 168)})
+    monkeypatch.setattr(scan_kernels, "CONFIGS", {"states": (8, 3), "inputs": (4, 1)})
     printed = "\n".join(doctor.configurations(DEVICE))
     assert "states  8 warps, 3 stages\n" in printed
-    assert "inputs  4 warps, 1 stages, at most 168 registers" in printed
+    assert "inputs  4 warps, 1 stages" in printed
+    monkeypatch.setattr(scan_kernels, "_can_pipeline", lambda device: False)
+    assert "states  8 warps, 1 stages\n" in "\n".join(doctor.configurations(DEVICE))
     sizes = doctor.Sizes.on(torch.device(DEVICE))
     widths = (4, sizes.headdim, sizes.d_state, sizes.angles, torch.float32, None)
     tiles = scan_kernels.Tiles.of(*widths)
@@ -205,11 +207,11 @@ def test_remedy_names_faulty_compilers(monkeypatch, version, hopper, faulty):
 
 
 def test_command(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "check", lambda device: iter([finding()]))
+    monkeypatch.setattr(doctor, "check", lambda device: iter([finding(device="cpu")]))
     assert cli.main(["doctor", "--device", "cpu"]) == 0
     assert "all 1 comparisons are within rounding" in capsys.readouterr().out
-    bad = finding(error=float("inf"))
-    monkeypatch.setattr(doctor, "check", lambda device: iter([finding(), bad]))
+    bad = finding(device="cpu", error=float("inf"))
+    monkeypatch.setattr(doctor, "check", lambda device: iter([finding(device="cpu"), bad]))
     assert cli.main(["doctor", "--device", "cpu"]) == 2
     printed = capsys.readouterr()
     assert printed.out.count(" inf ") == 1

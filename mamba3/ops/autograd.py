@@ -17,7 +17,8 @@ def no_autocast(function):
 
     @functools.wraps(function)
     def wrapped(*args, **kwargs):
-        device = next(t for t in args if isinstance(t, Tensor)).device.type
+        tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+        device = next(tensors).device.type
         if not torch.is_autocast_enabled(device):
             return function(*args, **kwargs)
         with torch.autocast(device, enabled=False):

@@ -96,6 +96,7 @@ class _KernelScan(torch.autograd.Function):
         h0, phase0 = (None if t is None else t.contiguous() for t in (h0, phase0))
         with on_device(inputs.x):
             scan = Scan.of(inputs, bounds, chunk_size)
+            scan.prepare(training=any(ctx.needs_input_grad))
             chunks, phase = scan.chunks(inputs, phase0)
             states, h = scan.states(inputs, chunks, inputs.x, h0, reverse=False)
             y = scan.outputs(inputs, chunks, states)

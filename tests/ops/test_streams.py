@@ -281,3 +281,9 @@ def test_float64_runs_on_torch(launches):
         mix_streams(normal(2, 3, 4, device=DEVICE), normal(2, 3, 4, device=DEVICE))
     assert_close(got, expected_pairs(torch.mul, a, b, True), 1e-15)
     assert not launches
+
+
+def test_arguments_by_name():
+    h, v, k, decay = normal(2, 3, 4), normal(2, 1, 3), normal(2, 1, 4), normal(2)
+    got = complex_state_update(h=h, v=v, k=k, decay=decay)
+    assert torch.equal(got, complex_state_update(h, v, k, decay))

@@ -210,3 +210,36 @@ def test_offsets_past_int32(name):
     assert all(map(torch.equal, outputs, expected))
     grads = gradients(outputs, moved)
     assert all(torch.equal(grads[k].cpu(), expected_grads[k]) for k in grads)
+
+
+@pytest.mark.parametrize("mimo", [False, True])
+def test_what_is_compiled_ahead_is_what_is_launched(mimo, monkeypatch):
+    launched = []
+    run_one = launchers.Launcher.__call__
+
+    def recording(self, kernel, grid, *args, variant=None, **constants):
+        kinds = [a.dtype if torch.is_tensor(a) else a for a in args]
+        launched.append((kernel, kinds, constants))
+        run_one(self, kernel, grid, *args, variant=variant, **constants)
+
+    monkeypatch.setattr(launchers.Launcher, "__call__", recording)
+    tensors, _ = scan_inputs(length=40, batch=1, heads=2, mimo=mimo, dtype=torch.float32)
+    inputs = {k: t.detach().to(DEVICE) for k, t in tensors.items() if not k.startswith("state.")}
+    inputs = {k: t.requires_grad_() for k, t in inputs.items()}
+    call = {k: t for k, t in inputs.items() if not k.startswith("mimo_")}
+    if mimo:
+        call["mimo"] = tuple(inputs[f"mimo_{s}"] for s in "xzo")
+    with use_backend("triton"):
+        y, _ = mamba3_scan(**call, return_state=False)
+    y.sum().backward()
+    kernels = [
+        inputs[k] for k in ("x", "b", "c", "dt", "a", "lam", "rate", "b_bias", "c_bias", "d")
+    ]
+    kernels = launchers.Inputs(*kernels, inputs.get("mimo_x"))
+    scan = launchers.Scan.of(kernels, range(0, 41, 40), None)
+    planned = [
+        (kernel, [a.dtype if torch.is_tensor(a) else a for a in args], constants)
+        for kernel, args, constants in scan.launches(training=True)
+    ]
+    assert planned == launched
+    assert len(scan.launches(training=False)) == 5

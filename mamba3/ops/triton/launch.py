@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 
 def on_device(t: Tensor):
@@ -50,6 +55,27 @@ def token_rows(t: Tensor, inner: int) -> Tensor:
             return t.contiguous()
         expected = stride * size
     return t
+
+
+def compile_all(launches: list[tuple], device: torch.device) -> None:
+    """Compile kernels for their launches, (kernel, arguments, constants), in parallel threads.
+
+    What fails here is left to fail, with its own message, where it is launched.
+    """
+
+    def build(launch):
+        kernel, args, constants = launch
+        with torch.cuda.device(device):
+            # Reading `run` builds what launches the kernel, too.
+            return kernel.warmup(*args, grid=(1,), **constants).run
+
+    first_of_each = {(kernel, *constants.items()): (kernel, args, constants)
+                     for kernel, args, constants in reversed(launches)}  # fmt: skip
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        futures = [pool.submit(build, launch) for launch in first_of_each.values()]
+    for future in futures:
+        if future.exception() is not None:
+            logger.warning("compiling a kernel ahead failed: %s", future.exception())
 
 
 class Launcher:

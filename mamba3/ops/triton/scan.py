@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from . import chunk, scan_backward, scan_forward
-from .launch import Launcher, stride_unit, token_stride
+from .launch import Launcher, compile_all, stride_unit, token_stride
 
 # Walks per multiprocessor that a scan is cut into, as many as run at a time.
 PROGRAMS_PER_SM = 2
@@ -150,6 +151,9 @@ class Scan:
         )
         return cls._cached(facts, inputs.x.device, bounds, chunk_size, PROGRAMS_PER_SM)
 
+    # Forms of a scan whose kernels have been compiled by `prepare`.
+    _prepared: ClassVar[set] = set()
+
     @classmethod
     @functools.lru_cache(maxsize=64)
     def _cached(cls, facts, device, bounds, chunk_size, per_multiprocessor) -> Scan:
@@ -161,6 +165,7 @@ class Scan:
 
     def __init__(self, inputs: Inputs, device, bounds, chunk_size, per_multiprocessor):
         x, mimo = inputs.x, inputs.mimo_x is not None
+        self.shapes = inputs
         self.device, self.dtype = device, x.dtype
         self.batch, self.tokens, self.sequences = x.shape[:2], bounds[-1], len(bounds) - 1
         self.heads, self.headdim = x.shape[2:]
@@ -195,6 +200,36 @@ class Scan:
         del self.turned["HALF"]
         self.full = self.summed | {"P": self.headdim, "BLOCK_P": tiles.block_p, "UNIT": unit}
         self.full |= {"FAST": native, "PRECISION": "tf32x3" if native else "ieee"}
+
+    def prepare(self, training: bool) -> None:
+        """Compile what a first pass launches, all at once: one by one takes several times as long.
+
+        Args:
+            training: also what the backward pass launches.
+        """
+        form = (self.device, training, *self.full.items(), self.x_stride, *self.maps_strides)
+        form += (*self.weights_strides, self.rate_stride, self.dtype, self.heads)
+        if form in self._prepared:
+            return
+        self._prepared.add(form)
+        if self.device.type == "cuda" and not triton.knobs.runtime.interpret:
+            compile_all(self.launches(training), self.device)
+
+    def launches(self, training: bool) -> list[tuple]:
+        """What a pass without a state launches, and with `training` its backward pass."""
+        shadow, found = copy.copy(self), []
+        shadow.device = torch.device("meta")
+        shadow.launch = lambda kernel, grid, *args, variant=None, **constants: found.append(
+            (kernel, args, constants)
+        )
+        inputs = self.shapes
+        chunks, _ = shadow.chunks(inputs, None)
+        states, _ = shadow.states(inputs, chunks, inputs.x, None, reverse=False)
+        y = shadow.outputs(inputs, chunks, states)
+        if training:
+            d_states, _ = shadow.states(inputs, chunks, y, None, reverse=True)
+            shadow.gradients(inputs, chunks, y, states, d_states, None)
+        return found
 
     def no_outputs(self) -> Tensor:
         """A gradient of zero for the outputs."""
@@ -351,14 +386,20 @@ class Scan:
         return [dx, d_b, d_c, d_dt, d_a, d_lam, d_rate, *d_bias, d_d.view(-1), d_mimo]
 
     def _config(self, kernel: str) -> dict[str, int]:
-        warps, stages = CONFIGS[kernel]
-        return {"num_warps": warps, "num_stages": stages if _can_pipeline(self.device) else 1}
+        warps, stages = config(kernel, self.device)
+        return {"num_warps": warps, "num_stages": stages}
 
     def _floats(self, *counts: int) -> tuple[Tensor, ...]:
         """Aligned buffers of float32, cut from one allocation, which costs as much as a launch."""
         padded = [-(-n // 16) * 16 for n in counts]
         buffers = torch.empty(sum(padded), dtype=torch.float32, device=self.device).split(padded)
         return tuple(t[:n] if n < len(t) else t for t, n in zip(buffers, counts, strict=True))
+
+
+def config(kernel: str, device: torch.device) -> tuple[int, int]:
+    """Warps and stages of a kernel; one stage on Blackwell, where more gave wrong numbers."""
+    warps, stages = CONFIGS[kernel]
+    return warps, stages if _can_pipeline(device) else 1
 
 
 @functools.cache
@@ -370,5 +411,4 @@ def _multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def _can_pipeline(device: torch.device) -> bool:
-    """Whether loads may be pipelined: on Blackwell (10, 12) that has given wrong numbers."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 10
