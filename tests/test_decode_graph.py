@@ -310,10 +310,11 @@ def test_a_recording_that_fails(device, recorder, caplog):
 def test_the_reason_is_said_once(device, monkeypatch, caplog):
     monkeypatch.setitem(RECORDERS, device, RECORDERS.get(device, repeat))
     model = make_model(seed=4).to(device)
-    model.register_module("once", nn.Softplus())
+    # A reason is said once in a process: another device's must be another reason.
+    model.register_module(f"once_on_{device}", nn.Softplus())
     for _ in range(2):
         generate(model, prompts(device), LONG)
-    said = [r for r in caplog.records if "once is a Softplus" in r.message]
+    said = [r for r in caplog.records if f"once_on_{device} is a Softplus" in r.message]
     assert [r.levelno for r in said] == [logging.WARNING]
 
 

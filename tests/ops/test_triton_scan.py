@@ -18,6 +18,7 @@ LONG = {
     "siso-groups-of-heads": {"length": 50, "batch": 1, "heads": 6, "groups": 2},
     "siso-P72-N132": {"headdim": 72, "d_state": 132, "angles": 33, "heads": 1, "batch": 1},
     "mimo-R3-chunks": {"length": 27, "rank": 3, "mimo": True, "heads": 2, "norm": True},
+    "mimo-R2-chunks": {"length": 75, "rank": 2, "mimo": True, "batch": 1},
     "mimo-R4-no-gate": {"length": 21, "rank": 4, "mimo": True, "heads": 1, "gate": False},
 }
 
@@ -65,7 +66,7 @@ def test_kernels_equal_reference(shape, launches):
 
 
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("shape", ["siso-groups", "siso-groups-of-heads", "mimo-R3-chunks"])
+@pytest.mark.parametrize("shape", ["siso-groups", "siso-groups-of-heads", "mimo-R2-chunks"])
 def test_half_precision(shape, dtype):
     tensors, _ = scan_inputs(**(SHAPES | LONG)[shape], dtype=dtype)
     compare(tensors, dtype=dtype)
@@ -242,4 +243,6 @@ def test_what_is_compiled_ahead_is_what_is_launched(mimo, monkeypatch):
         for kernel, args, constants in scan.launches(training=True)
     ]
     assert planned == launched
-    assert len(scan.launches(training=False)) == 5
+    forward = [kernel for kernel, _, _ in scan.launches(training=False)]
+    assert forward == [kernel for kernel, _, _ in planned[: len(forward)]]
+    assert 5 <= len(forward) <= 6  # the sixth where there are segments

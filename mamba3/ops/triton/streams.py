@@ -268,6 +268,7 @@ def _state_sizes(v: Tensor, k: Tensor) -> dict:
         "N": k.shape[-1],
         "BLOCK_P": block_p,
         "BLOCK_N": block_n,
-        "num_warps": TILE[1],
+        # No more than have elements of their own: several would write a sum's parts over another.
+        "num_warps": min(TILE[1], max(1, block_p * block_n // 256)),
         "num_stages": 1,
     }
