@@ -13,14 +13,16 @@ Source: arXiv 2603.15569, output of the layer; the last two steps are `mamba3.op
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import on_device, stride_unit, token_stride
+from .launch import Launcher, on_device, stride_unit, token_stride
 
 # Elements (tokens x P) of a tile and its warps; the kernel that sums over tokens takes the second
 # pair, as its sums then stay within a warp.
@@ -171,36 +173,39 @@ def gate_forward(y, z, mimo_z, mimo_o, norm_weight, norm_eps, dtype) -> Tensor:
             tokens, which may be any distance apart.
     """
     *leading, heads, _, headdim = y.shape
-    tokens = math.prod(leading)
-    constants = _constants(y, z, mimo_z, mimo_o, norm_weight, TILE)
     out = torch.empty(*leading, heads, headdim, dtype=dtype, device=y.device)
+    plan = _plan(_facts(y, z, mimo_z, mimo_o, norm_weight, out), TILE)
     inputs = [y if t is None else t for t in (z, mimo_z, mimo_o, norm_weight)]
-    sizes = tokens, heads, _z_stride(z, constants), norm_eps
     with on_device(y):
-        grid = (triton.cdiv(tokens, constants["BLOCK_T"]) * heads,)
-        _forward_kernel[grid](y, *inputs, out, *sizes, **constants)
+        plan.launch(
+            _forward_kernel, (plan.tiles * heads,),
+            y, *inputs, out, plan.tokens, heads, plan.z_stride, norm_eps, **plan.constants,
+        )  # fmt: skip
     return out
 
 
 def gate_backward(grad, y, z, mimo_z, mimo_o, norm_weight, norm_eps):
     """Gradients of y, z, mimo_z, mimo_o and norm_weight, None for those that are absent."""
-    *leading, heads, rank, headdim = y.shape
-    tokens = math.prod(leading)
+    heads, rank, headdim = y.shape[-3:]
     sums = mimo_o is not None or mimo_z is not None or norm_weight is not None
-    constants = _constants(y, z, mimo_z, mimo_o, norm_weight, SUMMING_TILE if sums else TILE)
-    parts = triton.cdiv(tokens, constants["BLOCK_T"])
+    facts = _facts(y, z, mimo_z, mimo_o, norm_weight, grad)
+    plan = _plan(facts, SUMMING_TILE if sums else TILE)
+    parts = min(plan.tiles, max(1, PARTIAL_ROWS // heads)) if sums else plan.tiles
+    kinds = [plan.constants[name] for name in ("MIX", "GATE_STREAMS", "NORM")]
+    grad_y, grad_z, partial = torch.empty_like(y), None, grad
+    if z is not None:
+        grad_z = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     if sums:
-        parts = min(parts, max(1, PARTIAL_ROWS // heads))
-    kinds = [constants[name] for name in ("MIX", "GATE_STREAMS", "NORM")]
-    shape = sum(kinds), parts, heads, rank, headdim
-    partial = torch.empty(shape, dtype=torch.float32, device=y.device)
-    grad_y = torch.empty_like(y)
-    grad_z = None if z is None else torch.empty(z.shape, dtype=z.dtype, device=z.device)
+        shape = sum(kinds), parts, heads, rank, headdim
+        partial = torch.empty(shape, dtype=torch.float32, device=y.device)
     inputs = [y if t is None else t for t in (z, mimo_z, mimo_o, norm_weight)]
     outputs = grad_y, y if z is None else grad_z, partial
-    sizes = tokens, heads, _z_stride(z, constants), norm_eps
     with on_device(y):
-        _backward_kernel[(parts * heads,)](grad, y, *inputs, *outputs, *sizes, **constants)
+        plan.launch(
+            _backward_kernel, (parts * heads,),
+            grad, y, *inputs, *outputs, plan.tokens, heads, plan.z_stride, norm_eps,
+            **plan.constants,
+        )  # fmt: skip
 
     rows = iter(partial.sum(1) if sums else ())
     grad_mimo_o, grad_mimo_z, grad_norm = (next(rows) if kind else None for kind in kinds)
@@ -209,16 +214,40 @@ def gate_backward(grad, y, z, mimo_z, mimo_o, norm_weight, norm_eps):
     return grad_y, grad_z, grad_mimo_z, grad_mimo_o, grad_norm
 
 
-def _constants(y, z, mimo_z, mimo_o, norm_weight, tile) -> dict:
-    """The kernels' compile-time arguments."""
-    rank, headdim = y.shape[-2:]
+class _Plan(NamedTuple):
+    """What launches of calls of the same sizes share."""
+
+    tokens: int
+    tiles: int
+    z_stride: int
+    constants: dict
+    launch: Launcher
+
+
+def _facts(*tensors: Tensor | None) -> tuple:
+    return tuple(
+        None if t is None else (t.dtype, t.shape, t.stride(), t.data_ptr() % 16, t.device)
+        for t in tensors
+    )
+
+
+@functools.lru_cache(maxsize=128)
+def _plan(facts: tuple, tile: tuple[int, int]) -> _Plan:
+    """The plan for tensors y, z, mimo_z, mimo_o, norm_weight, and the output or its gradient."""
+    z, mimo_z, mimo_o, norm_weight = facts[1:5]
+    *leading, _, rank, headdim = facts[0][1]
+    z_stride = 0
+    if z is not None:
+        z_stride = token_stride(torch.empty_strided(*z[1:3], device="meta"), 2)
+    unit = stride_unit(z_stride) if z_stride else 1
     elements, warps = tile
     block_p = triton.next_power_of_2(headdim)
-    return {
+    block_t = max(1, elements // block_p)
+    constants = {
         "R": rank,
         "P": headdim,
-        "Z_UNIT": 1 if z is None else stride_unit(token_stride(z, 2)),
-        "BLOCK_T": max(1, elements // block_p),
+        "Z_UNIT": unit,
+        "BLOCK_T": block_t,
         "BLOCK_R": triton.next_power_of_2(rank),
         "BLOCK_P": block_p,
         "GATE": z is not None,
@@ -228,7 +257,5 @@ def _constants(y, z, mimo_z, mimo_o, norm_weight, tile) -> dict:
         "num_warps": warps,
         "num_stages": 1,
     }
-
-
-def _z_stride(z, constants) -> int:
-    return 0 if z is None else token_stride(z, 2) // constants["Z_UNIT"]
+    tokens = math.prod(leading)
+    return _Plan(tokens, triton.cdiv(tokens, block_t), z_stride // unit, constants, Launcher())

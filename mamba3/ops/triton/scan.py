@@ -178,7 +178,7 @@ class Scan:
         walks = self.sequences * self.heads * self.parts
         per_sequence = max(1, per_multiprocessor * _multiprocessors(device) // walks)
         self.layout = layout(bounds, tiles.chunk_size, per_sequence, device)
-        self.count = len(self.layout.table)
+        self.count, self.segments = len(self.layout.table), len(self.layout.segments)
         self.launch = Launcher()
 
         inner = (2, 3, 3, 1, 1, 1, 1)
@@ -244,7 +244,7 @@ class Scan:
         parts = 2 * self.rank * (heads // self.per_group)
         maps = torch.empty(tokens * parts * self.d_state, dtype=self.dtype, device=self.device)
         self.launch(
-            chunk.maps_kernel, (triton.cdiv(tokens, 32), parts),
+            chunk.maps_kernel, (-(-tokens // 32), parts),
             b, c, maps, *self.maps_strides, tokens, **self.copied,
         )  # fmt: skip
         weights, phase, final = self._floats(
@@ -268,7 +268,7 @@ class Scan:
             phase, phase0 if started else final, final, sequences, heads, variant=started,
             S=angles, BLOCK_S=self.tiles.angles, BLOCK_C=32, HAS_START=started, num_warps=4,
         )  # fmt: skip
-        return Chunks(maps, weights, turns, phase), final.view(self.sequences, heads, angles)
+        return Chunks(maps, weights, turns, phase), _shaped(final, self.sequences, heads, angles)
 
     def states(
         self, inputs: Inputs, chunks: Chunks, rows: Tensor, start: Tensor | None, reverse: bool
@@ -284,14 +284,14 @@ class Scan:
         per_head, heads = self.headdim * self.d_state, self.heads
         bias = inputs.c_bias if reverse else inputs.b_bias
         inner = torch.empty(self.count * heads * per_head, dtype=self.dtype, device=self.device)
-        segmented = len(segments) > self.sequences
+        segmented = self.segments > self.sequences
         lead, end, decay, final = self._floats(
-            self.count * heads, len(segments) * heads * per_head, len(segments) * heads,
+            self.count * heads, self.segments * heads * per_head, self.segments * heads,
             self.sequences * heads * per_head if segmented else 0,
         )  # fmt: skip
         started = start is not None
         self.launch(
-            scan_forward.states_kernel, (len(segments) * heads, self.parts),
+            scan_forward.states_kernel, (self.segments * heads, self.parts),
             rows, inputs.mimo, bias, *chunks, table, segments, start if started else end,
             inner, lead, end, decay, self.x_stride, heads, self.per_group,
             variant=(started, reverse), **self.full,
@@ -300,14 +300,14 @@ class Scan:
         )  # fmt: skip
         if segmented:
             self.launch(
-                scan_forward.carry_kernel, (self.sequences * heads, triton.cdiv(per_head, 512)),
+                scan_forward.carry_kernel, (self.sequences * heads, -(-per_head // 512)),
                 end, decay, sequences, final, heads, variant=reverse,
                 SIZE=per_head, BLOCK=512, UNROLL=8, REVERSE=reverse, num_warps=4,
             )  # fmt: skip
         else:
             final = end
-        shape = (self.sequences, heads, self.headdim, self.d_state)
-        return States(inner, lead, end), final.view(shape)
+        final = _shaped(final, self.sequences, heads, self.headdim, self.d_state)
+        return States(inner, lead, end), final
 
     def outputs(self, inputs: Inputs, chunks: Chunks, states: States) -> Tensor:
         """Outputs before the gate, (B, L, H, R, P) in x's dtype."""
@@ -342,7 +342,7 @@ class Scan:
             count * heads * 4 * size, count * heads * (angles + 1), count * heads * sum(params),
             slab * heads * size * angles, 2 * slab * heads * rows * d_state,
         )  # fmt: skip
-        plane, piece = len(turned) // 2, min(8, rows)
+        plane, piece = slab * heads * rows * d_state, min(8, rows)
         ended = tail is not None
         common = (x, dy, inputs.mimo, inputs.b_bias)
         for first in reversed(range(0, count, slab)):
@@ -378,7 +378,7 @@ class Scan:
             d_weights, dt, a, lam, table, d_dt, d_a, d_lam, *self.weights_strides, heads,
             Q=size, num_warps=1,
         )  # fmt: skip
-        d_params = d_params.view(count, heads, -1).sum(0)
+        d_params = _shaped(d_params, count, heads, sum(params)).sum(0)
         d_b_bias, d_c_bias, d_d, d_mimo = d_params.split(params, 1)
         shape = (heads, rank, -1)
         d_mimo = d_mimo.view(shape) if mimo else None
@@ -390,10 +390,18 @@ class Scan:
         return {"num_warps": warps, "num_stages": stages}
 
     def _floats(self, *counts: int) -> tuple[Tensor, ...]:
-        """Aligned buffers of float32, cut from one allocation, which costs as much as a launch."""
+        """Aligned buffers of float32, cut from one allocation, which costs as much as a launch.
+
+        Each may be a little longer than asked for.
+        """
         padded = [-(-n // 16) * 16 for n in counts]
-        buffers = torch.empty(sum(padded), dtype=torch.float32, device=self.device).split(padded)
-        return tuple(t[:n] if n < len(t) else t for t, n in zip(buffers, counts, strict=True))
+        whole = torch.empty(sum(padded), dtype=torch.float32, device=self.device)
+        return whole.split_with_sizes(padded)
+
+
+def _shaped(buffer: Tensor, *shape: int) -> Tensor:
+    """The start of a buffer in a shape."""
+    return buffer[: math.prod(shape)].view(shape)
 
 
 def config(kernel: str, device: torch.device) -> tuple[int, int]:
