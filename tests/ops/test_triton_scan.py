@@ -8,6 +8,7 @@ from compare import TOLERANCE, assert_close, call_arguments, gradients, scan_inp
 from test_scan import SHAPES
 
 from mamba3.ops import Mamba3State, kernel_scan, mamba3_scan, use_backend
+from mamba3.ops.triton import gate
 from mamba3.ops.triton import scan as launchers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -242,7 +243,8 @@ def test_what_is_compiled_ahead_is_what_is_launched(mimo, monkeypatch):
         (kernel, [a.dtype if torch.is_tensor(a) else a for a in args], constants)
         for kernel, args, constants in scan.launches(training=True)
     ]
-    assert planned == launched
+    gates = (gate._forward_kernel, gate._backward_kernel)
+    assert planned == [one for one in launched if one[0] not in gates]
     forward = [kernel for kernel, _, _ in scan.launches(training=False)]
     assert forward == [kernel for kernel, _, _ in planned[: len(forward)]]
     assert 5 <= len(forward) <= 6  # the sixth where there are segments
