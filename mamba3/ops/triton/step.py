@@ -101,7 +101,8 @@ def _step_kernel(
     n = line // BLOCK_P * SPAN + tl.arange(0, SPAN)[None, :]
     tile = place * P * N + line % BLOCK_P * N + n
     in_tile = (line % BLOCK_P < P) & (n < N)
-    h = tl.load(h_ptr + tile, in_tile, 0.0)
+    # Nothing of h is read twice: it must not push out of the cache what all programs share.
+    h = tl.load(h_ptr + tile, in_tile, 0.0, eviction_policy="evict_first")
     h = tl.reshape(h, [SPANS, BLOCK_P, SPAN])
 
     dt = tl.load(dt_ptr + row * dt_stride + head).to(tl.float32)
@@ -166,7 +167,8 @@ def _step_kernel(
 
     # The state may be written where it was read, and a thread also reads what others write.
     tl.debug_barrier()
-    tl.store(h_out_ptr + tile, tl.reshape(h, [SPANS * BLOCK_P, SPAN]), in_tile)
+    h = tl.reshape(h, [SPANS * BLOCK_P, SPAN])
+    tl.store(h_out_ptr + tile, h, in_tile, eviction_policy="evict_first")
     tl.store(phase_out_ptr + place * S + pair, phase, turns & first)
     tl.store(x_out_ptr + place * P + p, x, in_p)
     for r in tl.static_range(R):
