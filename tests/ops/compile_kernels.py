@@ -1,9 +1,11 @@
 """Compile the scan's kernels for GPUs that are not here, and report what each asks for.
 
     python tests/ops/compile_kernels.py CAPABILITY FORM...
+    python tests/ops/compile_kernels.py forms LENGTH...
 
 Every launch of a forward and backward pass is compiled instead of run, with the very arguments that
-it would be launched with. Prints one JSON object a kernel.
+it would be launched with. Prints one JSON object a kernel. The second form compiles nothing, and
+prints how many compiled forms all launches at all the lengths need.
 """
 
 from __future__ import annotations
@@ -65,6 +67,34 @@ class Compiler:
         print(json.dumps({"kernel": kernel.__name__, "shared": shared}), flush=True)
 
 
+def compiled_forms(lengths) -> set:
+    """Everything that Triton would compile for scans of these lengths, and several batch sizes."""
+    forms = set()
+    for length in lengths:
+        for batch in (1, 2, 3):
+            for kernel, args, constants in scan_of(batch, length).launches(training=True):
+                free = {param.name for param in kernel.params if param.do_not_specialize}
+                kinds = [
+                    a.dtype if torch.is_tensor(a) else name not in free and (a == 1, a % 16 == 0)
+                    for name, a in zip(kernel.arg_names, args, strict=False)
+                ]
+                forms.add((kernel.__name__, *kinds, *constants.items()))
+    return forms
+
+
+def scan_of(batch: int, length: int) -> launchers.Scan:
+    """A scan over slices of one wide projection, as in the layer."""
+    heads, headdim, d_state = 4, 16, 32
+    wide = torch.zeros(batch, length, 2 * heads * headdim + 2 * d_state + 5, dtype=torch.bfloat16)
+    x = wide[..., : heads * headdim].unflatten(-1, (heads, headdim))
+    maps = wide[..., -2 * d_state :].unflatten(-1, (2, 1, 1, d_state)).unbind(2)
+    per_head = [torch.zeros(batch, length, heads) for _ in range(3)]
+    bias = torch.zeros(heads, 1, d_state)
+    inputs = (x, *maps, *per_head, torch.zeros(batch, length, 8), bias, bias, torch.zeros(heads))
+    bounds = range(0, batch * length + 1, length)
+    return launchers.Scan.of(launchers.Inputs(*inputs, None), bounds, None)
+
+
 def compile_form(capability: int, headdim, d_state, angles, dtype, rank=1) -> None:
     """All launches of a scan with a state, in segments, packed or not being the same kernels."""
     heads, tokens, sequences = 2, 200, 2
@@ -93,5 +123,8 @@ def compile_form(capability: int, headdim, d_state, angles, dtype, rank=1) -> No
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "forms":
+        print(len(compiled_forms(map(int, sys.argv[2:]))))
+        sys.exit()
     for name in sys.argv[2:]:
         compile_form(int(sys.argv[1]), **FORMS[name])

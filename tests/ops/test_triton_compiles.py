@@ -15,6 +15,25 @@ KERNELS = {
 }  # fmt: skip
 
 
+def run(*arguments):
+    """What the script prints, line by line; without the interpreter, which compiles nothing."""
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *map(str, arguments)],
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+def test_lengths_and_batches_share_their_compiled_kernels():
+    once = run("forms", 24)
+    assert run("forms", *range(24, 72), 2, 16, 2048) == once
+    assert once == ["13"]
+
+
 # 99 KB is what a program may ask for on consumer GPUs of compute capability 8.6, 8.9 and 12.
 @pytest.mark.parametrize(
     ("capability", "form"),
@@ -24,15 +43,6 @@ KERNELS = {
     ],
 )  # fmt: skip
 def test_compiles_within_shared_memory(capability, form):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, SCRIPT, str(capability), form],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    found = [json.loads(line) for line in run(capability, form)]
     assert {one["kernel"] for one in found} == KERNELS
     assert max(one["shared"] for one in found) <= 99 * 1024, found

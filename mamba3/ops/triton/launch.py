@@ -30,10 +30,8 @@ def stride_unit(*strides: int) -> int:
 
 def token_stride(t: Tensor, inner: int) -> int:
     """Distance of one token to the next, of t (..., inner dimensions) as `token_rows` gives it."""
-    for size, stride in zip(reversed(t.shape[:-inner]), reversed(t.stride()[:-inner]), strict=True):
-        if size != 1:
-            return stride
-    return math.prod(t.shape[-inner:])
+    leading = list(zip(t.shape[:-inner], t.stride()[:-inner], strict=True))
+    return next((stride for size, stride in reversed(leading) if size != 1), leading[-1][1])
 
 
 def token_rows(t: Tensor, inner: int) -> Tensor:

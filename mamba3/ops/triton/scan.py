@@ -216,9 +216,10 @@ class Scan:
             compile_all(self.launches(training), self.device)
 
     def launches(self, training: bool) -> list[tuple]:
-        """What a pass without a state launches, and with `training` its backward pass."""
+        """What passes of any length launch without a state; with `training`, backward ones too."""
         shadow, found = copy.copy(self), []
         shadow.device = torch.device("meta")
+        shadow.segments = self.sequences + 1  # longer sequences have several segments
         shadow.launch = lambda kernel, grid, *args, variant=None, **constants: found.append(
             (kernel, args, constants)
         )
