@@ -41,14 +41,18 @@ class Block(nn.Module):
         options = {"state": state, "cu_seqlens": cu_seqlens, "return_state": return_state}
         out = self.mixer(self.norm(x), **options)
         y, state = out if return_state else (out, None)
-        return self._add_mlp(x + y), state
+        return self._add_mlp(y, x), state
 
     def step(
         self, x: Tensor, state: Mamba3State, *, inplace: bool = False
     ) -> tuple[Tensor, Mamba3State]:
         """Run one token: x (B, D); `inplace` as in the mixer's step."""
         y, state = self.mixer.step(self.norm(x), state, inplace=inplace)
-        return self._add_mlp(x + y), state
+        return self._add_mlp(y, x), state
 
-    def _add_mlp(self, x: Tensor) -> Tensor:
-        return x if self.mlp is None else x + self.mlp(self.norm2(x))
+    def _add_mlp(self, y: Tensor, x: Tensor) -> Tensor:
+        """The residual stream x with the mixer's output y, and then with the MLP's."""
+        if self.mlp is None:
+            return x + y
+        normed, x = self.norm2.add(y, x)
+        return x + self.mlp(normed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..ops import rms_norm
+from ..ops import add_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -34,6 +34,10 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         """Normalise x (..., D), and gate it; the result has the weight's dtype."""
         return rms_norm(x, self.weight, self.eps, gate)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Add x to the residual stream, both (..., D), and normalise: (normed, residual + x)."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
