@@ -151,7 +151,8 @@ class Scan:
         )
         return cls._cached(facts, inputs.x.device, bounds, chunk_size, PROGRAMS_PER_SM)
 
-    # Forms of a scan whose kernels have been compiled by `prepare`.
+    # By all that compiled kernels depend on: launchers, and what `prepare` has compiled.
+    _launchers: ClassVar[dict] = {}
     _prepared: ClassVar[set] = set()
 
     @classmethod
@@ -161,7 +162,12 @@ class Scan:
             None if f is None else torch.empty_strided(*f[1:3], dtype=f[0], device="meta")
             for f in facts
         ]
-        return cls(Inputs(*empty), device, bounds, chunk_size, per_multiprocessor)
+        scan = cls(Inputs(*empty), device, bounds, chunk_size, per_multiprocessor)
+        strides = (scan.x_stride, *scan.maps_strides, *scan.weights_strides, scan.rate_stride)
+        kinds = tuple(None if f is None else (f[0], f[3]) for f in facts)
+        scan.form = (device, scan.heads, *scan.full.items(), *strides, *kinds)
+        scan.launch = cls._launchers.setdefault(scan.form, Launcher())
+        return scan
 
     def __init__(self, inputs: Inputs, device, bounds, chunk_size, per_multiprocessor):
         x, mimo = inputs.x, inputs.mimo_x is not None
@@ -179,7 +185,6 @@ class Scan:
         per_sequence = max(1, per_multiprocessor * _multiprocessors(device) // walks)
         self.layout = layout(bounds, tiles.chunk_size, per_sequence, device)
         self.count, self.segments = len(self.layout.table), len(self.layout.segments)
-        self.launch = Launcher()
 
         inner = (2, 3, 3, 1, 1, 1, 1)
         strides = [token_stride(t, n) for t, n in zip(inputs[:7], inner, strict=True)]
@@ -207,11 +212,9 @@ class Scan:
         Args:
             training: also what the backward pass launches.
         """
-        form = (self.device, training, *self.full.items(), self.x_stride, *self.maps_strides)
-        form += (*self.weights_strides, self.rate_stride, self.dtype, self.heads)
-        if form in self._prepared:
+        if (self.form, training) in self._prepared:
             return
-        self._prepared.add(form)
+        self._prepared.add((self.form, training))
         if self.device.type == "cuda" and not triton.knobs.runtime.interpret:
             compile_all(self.launches(training), self.device)
 
