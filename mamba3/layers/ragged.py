@@ -83,8 +83,9 @@ class Ragged:
 
     @property
     def starts(self) -> Tensor:
-        """Place of every non-empty sequence's first token in the packed row."""
-        return self.cu_seqlens[:-1][self.cu_seqlens.diff() > 0]
+        """Place of every sequence's first token in the packed row; of an empty one, another's."""
+        first, stop = self.cu_seqlens[:-1], self.cu_seqlens[-1]
+        return first.masked_fill(first == stop, 0)
 
     def pack(self, t: Tensor) -> Tensor:
         """(B, L, ...) -> (1, tokens, ...)."""

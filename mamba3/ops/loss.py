@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import compiled
 from .autograd import first_order, run
 
 # Logits that exist at a time; 64 MB in float32.
@@ -44,46 +45,69 @@ def linear_cross_entropy(
         raise ValueError(
             f"labels have shape {tuple(labels.shape)}, expected (T,) = {tuple(x.shape[:1])}"
         )
+    if torch.compiler.is_compiling():
+        return compiled.linear_cross_entropy(x, weight, labels, ignore_index)
     return run(_LinearCrossEntropy, x, weight, labels, ignore_index)
+
+
+def loss_and_gradients(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ignore_index: int,
+    wants_x: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The loss and its gradients; the weight's in float32 (float64 when x is), x's in its own."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    # Of a parameter, autocast would keep the cast made here, without a gradient, for later uses.
+    weight = weight.detach()
+    scored = labels != ignore_index
+    labels = labels.masked_fill(~scored, 0).unsqueeze(1)
+    count = scored.sum()
+    scored = scored.to(wide).unsqueeze(1)
+    grad_x = torch.empty_like(x) if wants_x else None
+    grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
+    loss = torch.zeros((), dtype=wide, device=x.device)
+    size = max(1, CHUNK_ELEMENTS // len(weight))
+    for start in range(0, len(x), size):
+        rows = slice(start, start + size)
+        logits = (x[rows] @ weight.T).to(wide)
+        log_sum = logits.logsumexp(1, keepdim=True)
+        loss += ((log_sum - logits.gather(1, labels[rows])) * scored[rows]).sum()
+        if not (wants_x or wants_weight):
+            continue
+        grad = logits.sub_(log_sum).exp_()
+        grad.scatter_add_(1, labels[rows], torch.full_like(log_sum, -1))
+        grad = grad.mul_(scored[rows] / count).to(x.dtype)
+        if wants_x:
+            grad_x[rows] = grad @ weight
+        if wants_weight:
+            grad_weight += grad.T @ x[rows]
+    return loss / count, grad_x, grad_weight
+
+
+def scaled(
+    grad_x: Tensor | None, grad_weight: Tensor | None, grad: Tensor, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the loss times its own, `grad`; the weight's in the weight's `dtype`."""
+    if grad_x is not None:
+        grad_x = grad_x * grad.to(grad_x.dtype)
+    if grad_weight is not None:
+        grad_weight = (grad_weight * grad).to(dtype)
+    return grad_x, grad_weight
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, labels, ignore_index):
-        wide = torch.promote_types(x.dtype, torch.float32)
-        scored = labels != ignore_index
-        labels = labels.masked_fill(~scored, 0).unsqueeze(1)
-        count = scored.sum()
-        scored = scored.to(wide).unsqueeze(1)
-        wants_x, wants_weight = getattr(ctx, "needs_input_grad", (False, False))[:2]
-        grad_x = torch.empty_like(x) if wants_x else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
-        loss = torch.zeros((), dtype=wide, device=x.device)
-        size = max(1, CHUNK_ELEMENTS // len(weight))
-        for start in range(0, len(x), size):
-            rows = slice(start, start + size)
-            logits = (x[rows] @ weight.T).to(wide)
-            log_sum = logits.logsumexp(1, keepdim=True)
-            loss += ((log_sum - logits.gather(1, labels[rows])) * scored[rows]).sum()
-            if not (wants_x or wants_weight):
-                continue
-            grad = logits.sub_(log_sum).exp_()
-            grad.scatter_add_(1, labels[rows], torch.full_like(log_sum, -1))
-            grad = grad.mul_(scored[rows] / count).to(x.dtype)
-            if wants_x:
-                grad_x[rows] = grad @ weight
-            if wants_weight:
-                grad_weight += grad.T @ x[rows]
-        ctx.save_for_backward(grad_x, grad_weight)
+        wanted = getattr(ctx, "needs_input_grad", (False, False))[:2]
+        loss, *grads = loss_and_gradients(x, weight, labels, ignore_index, *wanted)
+        ctx.save_for_backward(*grads)
         ctx.weight_dtype = weight.dtype
-        return loss / count
+        return loss
 
     @staticmethod
     @first_order
     def backward(ctx, grad):
-        grad_x, grad_weight = ctx.saved_tensors
-        if grad_x is not None:
-            grad_x = grad_x * grad.to(grad_x.dtype)
-        if grad_weight is not None:
-            grad_weight = (grad_weight * grad).to(ctx.weight_dtype)
-        return grad_x, grad_weight, None, None
+        return *scaled(*ctx.saved_tensors, grad, ctx.weight_dtype), None, None

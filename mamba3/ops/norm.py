@@ -31,10 +31,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, gate: Tensor | None =
     Source: Zhang and Sennrich, arXiv 1910.07467, equation 4.
     """
     _check(x, weight, "gate", gate)
-    if on_kernels(x, weight, gate):
-        return run(_FusedRMSNorm, x, weight, gate, None, eps)[0]
     wide = torch.promote_types(x.dtype, torch.float32)
-    out = run(_RMSNorm, x.to(wide), weight.to(wide), eps)
+    if torch.compiler.is_compiling():
+        out = x.to(wide)
+        out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + eps) * weight.to(wide)
+    elif on_kernels(x, weight, gate):
+        return run(_FusedRMSNorm, x, weight, gate, None, eps)[0]
+    else:
+        out = run(_RMSNorm, x.to(wide), weight.to(wide), eps)
     if gate is not None:
         out = out * F.silu(gate.to(wide))
     return out.to(weight.dtype)
@@ -57,7 +61,7 @@ def add_rms_norm(
         ValueError: shapes that do not fit.
     """
     _check(x, weight, "residual", residual)
-    if on_kernels(x, weight, residual):
+    if not torch.compiler.is_compiling() and on_kernels(x, weight, residual):
         return run(_FusedRMSNorm, x, weight, None, residual, eps)
     summed = (x + residual).to(residual.dtype)
     return rms_norm(summed, weight, eps), summed

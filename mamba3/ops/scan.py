@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from . import compiled
 from .chunked import mamba3_scan_chunked
 from .dispatch import backend
 from .kernel_scan import has_kernel, mamba3_scan_kernels
@@ -85,6 +86,10 @@ def mamba3_scan(
         >>> bias, d = torch.ones(2, 1, 8), torch.ones(2)
         >>> y, state = mamba3_scan(x, b, c, dt, -dt, lam, rate, bias, bias, d)
     """
+    if torch.compiler.is_compiling():
+        tensors = (x, b, c, dt, a, lam, rate, b_bias, c_bias, d, z)
+        options = (state, cu_seqlens, chunk_size, return_state)
+        return compiled.scan(tensors, mimo, norm_weight, norm_eps, *options)
     _check_shapes(x, b, c, dt, a, lam, rate, b_bias, c_bias, d, z, mimo, norm_weight)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, or None, got {chunk_size}")

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import compiled
 from .autograd import no_autocast
 from .dispatch import backend
 from .norm import rms_norm
@@ -58,9 +59,6 @@ def mamba3_step(
         ValueError: a state of another batch or of other sizes; `inplace` where gradients are
             recorded; state_indices that do not fit.
     """
-    if state_indices is not None:
-        _check_indices(state_indices, x, state, inplace)
-    _check_state(state, x, b, rate, len(x) if state_indices is None else state.batch_size)
     arguments = [x, b, c, dt, a, lam, rate, b_bias, c_bias, d, z]
     tensors = [t for t in (*arguments, *(mimo or ()), norm_weight, *state) if t is not None]
     differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
@@ -69,7 +67,15 @@ def mamba3_step(
             "inplace=True records no gradient, but an argument requires one: call it under "
             "torch.no_grad() or torch.inference_mode(), or leave inplace=False"
         )
-    chosen = backend(x.device)
+    compiling = torch.compiler.is_compiling()
+    if compiling and not differentiated:
+        more = (norm_weight, norm_eps, state, inplace, state_indices)
+        return compiled.step(arguments, mimo, *more)
+    if state_indices is not None:
+        _check_indices(state_indices, x, state, inplace)
+    _check_state(state, x, b, rate, len(x) if state_indices is None else state.batch_size)
+    # Ops of torch are traced as they are, and have gradients of their own.
+    chosen = "torch" if compiling else backend(x.device)
     # The kernel has no backward pass, and computes in float32.
     if chosen == "triton" and not differentiated and all(t.dtype != torch.float64 for t in tensors):
         from .triton.step import step

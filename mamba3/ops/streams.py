@@ -5,8 +5,8 @@ of SISO weights, or (i, i + N/2) otherwise, that of MIMO weights. An operand of 
 holds the first S pairs; the others are left alone.
 
 Each op is a public function over an autograd.Function whose backward is written out: Triton's
-kernels on a GPU, torch's own ops elsewhere and in float64. Operands broadcast over the leading
-dimensions as torch's own do.
+kernels on a GPU, torch's own ops elsewhere and in float64; torch.compile is given the formula.
+Operands broadcast over the leading dimensions as torch's own do.
 """
 
 from __future__ import annotations
@@ -32,12 +32,20 @@ def complex_mul(a: Tensor, b: Tensor, *, interleaved: bool = True) -> Tensor:
         (..., N): the first S pairs multiplied, the rest as in a.
     """
     _check_pairs(a, b)
+    if torch.compiler.is_compiling():
+        count = b.shape[-1] // 2
+        (re, im), (cos, sin) = pairs(a, count, interleaved), pairs(b, count, interleaved)
+        return _with_pairs(a, re * cos - im * sin, re * sin + im * cos, interleaved)
     return run(_ComplexMul, a, b, interleaved)
 
 
 def complex_add(a: Tensor, b: Tensor, *, interleaved: bool = True) -> Tensor:
     """Add complex vectors held as real pairs; arguments and result as in `complex_mul`."""
     _check_pairs(a, b)
+    if torch.compiler.is_compiling():
+        count = b.shape[-1] // 2
+        (re, im), (cos, sin) = pairs(a, count, interleaved), pairs(b, count, interleaved)
+        return _with_pairs(a, re + cos, im + sin, interleaved)
     return run(_ComplexAdd, a, b, interleaved)
 
 
@@ -56,6 +64,8 @@ def broadcast_streams(x: Tensor, weight: Tensor) -> Tensor:
             f"expected x (..., H, P) for a weight (H, R, P) = {tuple(weight.shape)}, got "
             f"{tuple(x.shape)}"
         )
+    if torch.compiler.is_compiling():
+        return x.unsqueeze(-2) * weight
     return run(_BroadcastStreams, x, weight)
 
 
@@ -74,6 +84,8 @@ def mix_streams(y: Tensor, weight: Tensor) -> Tensor:
             f"expected y (..., H, R, P) for a weight (H, R, P) = {tuple(weight.shape)}, got "
             f"{tuple(y.shape)}"
         )
+    if torch.compiler.is_compiling():
+        return (y * weight).sum(-2)
     return run(_MixStreams, y, weight)
 
 
@@ -112,6 +124,8 @@ def complex_state_update(
         raise ValueError(f"decay has shape {tuple(decay.shape)}, expected {tuple(h.shape[:-2])}")
     if phasor is not None:
         h = complex_mul(h, phasor.unsqueeze(-2), interleaved=interleaved)
+    if torch.compiler.is_compiling():
+        return h * decay[..., None, None] + v.mT @ k
     return run(_StateUpdate, h, v, k, decay)
 
 
@@ -306,6 +320,16 @@ def _mul_backward(grad: Tensor, a: Tensor, b: Tensor, interleaved: bool) -> tupl
     full_re.copy_(grad_re * a_re + grad_im * a_im)
     full_im.copy_(grad_im * a_re - grad_re * a_im)
     return grad_a, grad_b
+
+
+def _with_pairs(a: Tensor, re: Tensor, im: Tensor, interleaved: bool) -> Tensor:
+    """`a` (..., N) with its first pairs replaced, in ops that torch differentiates."""
+    count, half = re.shape[-1], a.shape[-1] // 2
+    if interleaved:
+        parts = torch.stack((re, im), -1).flatten(-2), a[..., 2 * count :]
+    else:
+        parts = re, a[..., count:half], im, a[..., half + count :]
+    return torch.cat([t.expand(*re.shape[:-1], -1) for t in parts], -1).to(a.dtype)
 
 
 def _is_complex(t: Tensor) -> bool:
