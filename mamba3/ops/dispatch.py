@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 BACKENDS = ("reference", "torch", "triton")
 # The ops without a Triton kernel: under the triton backend they run on the torch path.
@@ -40,6 +41,12 @@ def explain(device: torch.device | str | None = None) -> str:
     if name == "triton":
         reason += f"; {', '.join(TORCH_ONLY)} runs on the torch path"
     return f"{name}: {reason}"
+
+
+def on_kernels(*tensors: Tensor | None) -> bool:
+    """Whether an op of these tensors runs on Triton's kernels, which compute in float32."""
+    dtypes = [t.dtype for t in tensors if t is not None]
+    return torch.float64 not in dtypes and backend(tensors[0].device) == "triton"
 
 
 @contextlib.contextmanager

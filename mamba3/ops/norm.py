@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .autograd import first_order, run
-from .dispatch import backend
+from .dispatch import on_kernels
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, gate: Tensor | None = None) -> Tensor:
@@ -79,12 +79,6 @@ def _check(x: Tensor, weight: Tensor, name: str, like_x: Tensor | None) -> None:
         )
     if like_x is not None and like_x.shape != x.shape:
         raise ValueError(f"{name} has shape {tuple(like_x.shape)}, expected {tuple(x.shape)}")
-
-
-def on_kernels(*tensors: Tensor | None) -> bool:
-    """Whether an op of these tensors runs on Triton's kernels, which compute in float32."""
-    dtypes = [t.dtype for t in tensors if t is not None]
-    return torch.float64 not in dtypes and backend(tensors[0].device) == "triton"
 
 
 class _RMSNorm(torch.autograd.Function):

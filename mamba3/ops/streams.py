@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .autograd import first_order, no_autocast, run
-from .norm import on_kernels
+from .dispatch import on_kernels
 
 
 def complex_mul(a: Tensor, b: Tensor, *, interleaved: bool = True) -> Tensor:

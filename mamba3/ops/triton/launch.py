@@ -13,6 +13,9 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+# For every launch. Multiplications and additions are fused, whatever a version's default is.
+OPTIONS = {"enable_fp_fusion": True}
+
 
 def on_device(t: Tensor):
     """Context in which kernels run on the tensor's own device."""
@@ -65,7 +68,7 @@ def compile_all(launches: list[tuple], device: torch.device) -> None:
         kernel, args, constants = launch
         with torch.cuda.device(device):
             # Reading `run` builds what launches the kernel, too.
-            return kernel.warmup(*args, grid=(1,), **constants).run
+            return kernel.warmup(*args, grid=(1,), **constants, **OPTIONS).run
 
     first_of_each = {(kernel, *constants.items()): (kernel, args, constants)
                      for kernel, args, constants in reversed(launches)}  # fmt: skip
@@ -98,7 +101,7 @@ class Launcher:
             compiled, trailing = known
             compiled[(*grid, 1, 1)[:3]](*args, *trailing)
             return
-        compiled = kernel[grid](*args, **constants)
+        compiled = kernel[grid](*args, **constants, **OPTIONS)
         if compiled is not None:  # else it was interpreted
             trailing = [constants[name] for name in kernel.arg_names[len(args) :]]
             self._compiled[kernel, variant] = compiled, trailing

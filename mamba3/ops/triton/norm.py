@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .gate import sigmoid
-from .launch import on_device, stride_unit
+from .launch import OPTIONS, on_device, stride_unit
 
 # Elements of a tile and of one warp's share, and programs that walk over all tiles for the
 # weight's gradient, each with a row of partial sums.
@@ -196,6 +196,7 @@ def _constants(x: Tensor, rows: Rows, **flags: bool) -> dict:
         "BLOCK_N": block_n,
         "num_warps": min(16, elements // WARP_ELEMENTS),
         "num_stages": 1,
+        **OPTIONS,
     }
 
 

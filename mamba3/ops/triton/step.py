@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..reference import TAU_HIGH, TAU_LOW
 from ..state import Mamba3State
-from .launch import on_device
+from .launch import OPTIONS, on_device
 
 # Elements of h that a warp keeps in registers.
 WARP_ELEMENTS = 4096
@@ -221,7 +221,7 @@ def step(
             NORM=norm_weight is not None,
             SLOTS=state_indices is not None,
             num_warps=min(16, max(1, block_p * block_n // WARP_ELEMENTS)),
-            enable_fp_fusion=True,
+            **OPTIONS,
         )
     if not inplace:
         return y, after

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .gate import PARTIAL_ROWS, SUMMING_TILE, TILE, _offsets, _weight
-from .launch import on_device
+from .launch import OPTIONS, on_device
 
 
 @triton.jit
@@ -201,6 +201,7 @@ def _complex_rows(a: Tensor, b: Tensor, interleaved: bool) -> tuple[int, dict]:
         "ROWS": max(1, TILE[0] // (2 * block)),
         "BLOCK": block,
         "num_warps": TILE[1],
+        **OPTIONS,
     }
 
 
@@ -214,7 +215,7 @@ def broadcast_forward(x: Tensor, weight: Tensor) -> Tensor:
     with on_device(x):
         sizes = {"R": weight.shape[1], "P": headdim, "BLOCK_T": block_t, "BLOCK_P": block_p}
         _broadcast_kernel[(triton.cdiv(tokens, block_t) * heads,)](
-            x, weight, out, tokens, heads, **sizes, num_warps=TILE[1]
+            x, weight, out, tokens, heads, **sizes, num_warps=TILE[1], **OPTIONS
         )
     return out
 
@@ -232,7 +233,7 @@ def broadcast_backward(grad, x, weight) -> tuple[Tensor, Tensor]:
         sizes["BLOCK_R"] = triton.next_power_of_2(weight.shape[1])
         tensors = grad, x, weight, grad_x, partial
         _broadcast_backward_kernel[(parts * heads,)](
-            *tensors, tokens, heads, **sizes, num_warps=SUMMING_TILE[1], num_stages=1
+            *tensors, tokens, heads, **sizes, num_warps=SUMMING_TILE[1], num_stages=1, **OPTIONS
         )
     return grad_x, partial.sum(0)
 
@@ -271,4 +272,5 @@ def _state_sizes(v: Tensor, k: Tensor) -> dict:
         # No more than have elements of their own: several would write a sum's parts over another.
         "num_warps": min(TILE[1], max(1, block_p * block_n // 256)),
         "num_stages": 1,
+        **OPTIONS,
     }
