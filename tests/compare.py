@@ -6,7 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from mamba3.ops import Mamba3State
+from mamba3.ops.dispatch import default_device
 
+# Where kernels are tested: interpreted on a CPU if there is no GPU.
+DEVICE = default_device()
 # Largest RMS error over RMS of the reference, by the dtype that was computed in. Gradients are
 # allowed twice as much.
 TOLERANCE = {

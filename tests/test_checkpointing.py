@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from compare import TOLERANCE, assert_close, gradients, randomise
+from compare import DEVICE, TOLERANCE, assert_close, gradients, randomise
 from torch.utils.checkpoint import checkpoint
 
 from mamba3 import Mamba3Config, Mamba3State
 from mamba3.layers import Block
 from mamba3.ops import mamba3_scan
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = {"torch": torch.float64, "triton": torch.float32}
 BLOCKS = {
     "siso": {},

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import (
+    DEVICE,
     TOLERANCE,
     assert_close,
     call_arguments,
@@ -19,7 +20,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from mamba3 import Mamba3Config, Mamba3LM, Mamba3State, TMamba3Layer, ops
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COMPILER = "inductor" if DEVICE == "cuda" else "aot_eager"
 # What each backend is tested in: Triton's kernels leave float64 to the torch path.
 DTYPES = {"torch": torch.float64, "triton": torch.float32}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from compare import DEVICE
 
 from mamba3 import cli, doctor
 from mamba3.ops import chunk_scan, scan, step
@@ -11,7 +12,6 @@ from mamba3.ops.triton import scan as scan_kernels
 from mamba3.ops.triton import step as step_kernels
 from mamba3.ops.triton import streams as streams_kernels
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCANS = {"scan", "scan, packed, with states"}
 STEPS = {"step", "step in place"}
 FORMS = {*SCANS, *STEPS, "gate_and_mix"}

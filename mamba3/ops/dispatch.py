@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -101,6 +102,7 @@ def _choose(device: torch.device) -> tuple[str, str]:
     return "torch", f"the chunked torch path is the fastest one on {device.type}"
 
 
+@functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 

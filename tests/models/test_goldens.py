@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from compare import assert_close
+from compare import DEVICE, assert_close
 from safetensors.torch import load_file
 
 from mamba3 import Mamba3LM, ops
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GOLDENS = Path(__file__).parents[1] / "assets" / "goldens"
 CASES = sorted(folder.name for folder in GOLDENS.iterdir())
 

@@ -4,12 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from compare import TOLERANCE, assert_close, gradients
+from compare import DEVICE, TOLERANCE, assert_close, gradients
 
 from mamba3.ops import reference
 from mamba3.ops.gate import gate_and_mix
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-3
 FORMS = {
     "siso": {},

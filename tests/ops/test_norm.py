@@ -5,12 +5,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import TOLERANCE, assert_close, gradients
+from compare import DEVICE, TOLERANCE, assert_close, gradients
 
 from mamba3.ops import rms_norm, use_backend
 from mamba3.ops.norm import add_rms_norm
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-3
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from compare import TOLERANCE, assert_close, gradients
+from compare import DEVICE, TOLERANCE, assert_close, gradients
 
 from mamba3.ops import (
     broadcast_streams,
@@ -17,8 +17,6 @@ from mamba3.ops import (
     mix_streams,
     use_backend,
 )
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def normal(*shape, seed=0, dtype=torch.float64, device="cpu"):

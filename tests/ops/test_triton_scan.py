@@ -4,14 +4,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from compare import TOLERANCE, assert_close, call_arguments, gradients, scan_inputs, turned
+from compare import DEVICE, TOLERANCE, assert_close, call_arguments, gradients, scan_inputs, turned
 from test_scan import SHAPES
 
 from mamba3.ops import Mamba3State, kernel_scan, mamba3_scan, use_backend
 from mamba3.ops.triton import gate, scan_forward
 from mamba3.ops.triton import scan as launchers
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter cuts float32 to bfloat16 off, where a GPU rounds.
 HALF = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
 LONG = {

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from compare import TOLERANCE, assert_close, call_arguments, scan_inputs, turned
+from compare import DEVICE, TOLERANCE, assert_close, call_arguments, scan_inputs, turned
 
 from mamba3.ops import Mamba3State, mamba3_step, use_backend
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PER_TOKEN = ("x", "b", "c", "dt", "a", "lam", "rate", "z")
 SHAPES = {
     "siso": {},

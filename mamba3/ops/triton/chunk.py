@@ -30,6 +30,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from ..reference import TAU_HIGH, TAU_LOW
+from .pairs import load_pairs, store_pairs
 
 _TAU_HIGH = tl.constexpr(TAU_HIGH)
 _TAU_LOW = tl.constexpr(TAU_LOW)
@@ -99,7 +100,7 @@ def biased_maps(
 ):  # fmt: skip
     """Rows of B (which = 0) or C (1) plus bias: both parts of the given pairs, in float32.
 
-    Rows that do not exist hold the bias or nothing: what they meet is zero.
+    Zero where no row is.
     """
     mask = real[:, None] & exists[None, :]
     at = (((token * 2 + which) * R + stream) * G + group) * N
@@ -112,6 +113,7 @@ def biased_maps(
     at = bias_ptr + head * N + 2 * pair
     re += tl.load(at, exists, 0.0)[None, :]
     im += tl.load(at + 1, exists, 0.0)[None, :]
+    # Without this the compiler makes cos and sin twice, once for each layout of a dot's operands.
     return tl.where(mask, re, 0.0), tl.where(mask, im, 0.0)
 
 
@@ -189,26 +191,6 @@ def mask_of(cum, scale, gamma, place):
     return tl.where(later, decay, tl.where(same, gamma[:, None], 0.0))
 
 
-@triton.jit
-def copy_pairs(
-    from_ptr, stride, to_ptr, row, real,
-    N: tl.constexpr, HALF: tl.constexpr, MIMO: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Rows of channels in their own order to rows of all real, then all imaginary parts."""
-    from_ptr += row[:, None] * stride * UNIT
-    pair = tl.arange(0, HALF)[None, :]
-    mask = real[:, None] & (pair < N // 2)
-    if MIMO:
-        re, im = tl.load(from_ptr + pair, mask, 0.0), tl.load(from_ptr + N // 2 + pair, mask, 0.0)
-    else:
-        channel = tl.arange(0, 2 * HALF)[None, :]
-        m = tl.load(from_ptr + channel, real[:, None] & (channel < N), 0.0)
-        re, im = tl.split(tl.reshape(m, [BLOCK, HALF, 2]))
-    tl.store(to_ptr + pair, re.to(to_ptr.dtype.element_ty), mask)
-    tl.store(to_ptr + N // 2 + pair, im.to(to_ptr.dtype.element_ty), mask)
-
-
 @triton.jit(do_not_specialize=["tokens"])
 def maps_kernel(
     b_ptr, c_ptr, maps_ptr, b_stride, c_stride, tokens,
@@ -216,15 +198,21 @@ def maps_kernel(
     HALF: tl.constexpr, MIMO: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """B and C side by side in one dtype, pairs taken apart."""
-    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    token = (tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[:, None]
     which, row = tl.program_id(1) // (R * G), tl.program_id(1) % (R * G)
-    to_ptr = maps_ptr + ((token * 2 + which) * (R * G) + row)[:, None] * N
+    real = token < tokens
+    DOT = maps_ptr.dtype.element_ty
     if which == 0:
-        b_ptr += row * N
-        copy_pairs(b_ptr, b_stride, to_ptr, token, token < tokens, N, HALF, MIMO, UNIT, BLOCK)
+        at = b_ptr + row * N + token * b_stride * UNIT
+        re, im = load_pairs(at, real, N, HALF, MIMO, BLOCK)
+        re, im = re.to(DOT), im.to(DOT)
     else:
-        c_ptr += row * N
-        copy_pairs(c_ptr, c_stride, to_ptr, token, token < tokens, N, HALF, MIMO, UNIT, BLOCK)
+        at = c_ptr + row * N + token * c_stride * UNIT
+        re, im = load_pairs(at, real, N, HALF, MIMO, BLOCK)
+        re, im = re.to(DOT), im.to(DOT)
+    store_pairs(
+        maps_ptr + ((token * 2 + which) * (R * G) + row) * N, re, im, real, N, HALF, True, BLOCK
+    )
 
 
 @triton.jit

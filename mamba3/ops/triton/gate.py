@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launcher, on_device, stride_unit, token_stride
+from .launch import Launcher, facts, on_device, stride_unit, token_stride
 
 # Elements (tokens x P) of a tile and its warps; the kernel that sums over tokens takes the second
 # pair, as its sums then stay within a warp.
@@ -174,7 +174,7 @@ def gate_forward(y, z, mimo_z, mimo_o, norm_weight, norm_eps, dtype) -> Tensor:
     """
     *leading, heads, _, headdim = y.shape
     out = torch.empty(*leading, heads, headdim, dtype=dtype, device=y.device)
-    plan = _plan(_facts(y, z, mimo_z, mimo_o, norm_weight, out), TILE)
+    plan = _plan(facts(y, z, mimo_z, mimo_o, norm_weight, out), TILE)
     inputs = [y if t is None else t for t in (z, mimo_z, mimo_o, norm_weight)]
     with on_device(y):
         plan.launch(
@@ -188,8 +188,8 @@ def gate_backward(grad, y, z, mimo_z, mimo_o, norm_weight, norm_eps):
     """Gradients of y, z, mimo_z, mimo_o and norm_weight, None for those that are absent."""
     heads, rank, headdim = y.shape[-3:]
     sums = mimo_o is not None or mimo_z is not None or norm_weight is not None
-    facts = _facts(y, z, mimo_z, mimo_o, norm_weight, grad)
-    plan = _plan(facts, SUMMING_TILE if sums else TILE)
+    known = facts(y, z, mimo_z, mimo_o, norm_weight, grad)
+    plan = _plan(known, SUMMING_TILE if sums else TILE)
     parts = min(plan.tiles, max(1, PARTIAL_ROWS // heads)) if sums else plan.tiles
     kinds = [plan.constants[name] for name in ("MIX", "GATE_STREAMS", "NORM")]
     grad_y, grad_z, partial = torch.empty_like(y), None, grad
@@ -224,21 +224,12 @@ class _Plan(NamedTuple):
     launch: Launcher
 
 
-def _facts(*tensors: Tensor | None) -> tuple:
-    return tuple(
-        None if t is None else (t.dtype, t.shape, t.stride(), t.data_ptr() % 16, t.device)
-        for t in tensors
-    )
-
-
 @functools.lru_cache(maxsize=128)
-def _plan(facts: tuple, tile: tuple[int, int]) -> _Plan:
-    """The plan for tensors y, z, mimo_z, mimo_o, norm_weight, and the output or its gradient."""
-    z, mimo_z, mimo_o, norm_weight = facts[1:5]
-    *leading, _, rank, headdim = facts[0][1]
-    z_stride = 0
-    if z is not None:
-        z_stride = token_stride(torch.empty_strided(*z[1:3], device="meta"), 2)
+def _plan(known: tuple, tile: tuple[int, int]) -> _Plan:
+    """The plan for facts of y, z, mimo_z, mimo_o, norm_weight, and the output or its gradient."""
+    y, z, mimo_z, mimo_o, norm_weight, _ = known
+    *leading, _, rank, headdim = y[1]
+    z_stride = 0 if z is None else token_stride(*z[1:3], 2)
     unit = stride_unit(z_stride) if z_stride else 1
     elements, warps = tile
     block_p = triton.next_power_of_2(headdim)

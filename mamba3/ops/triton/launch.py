@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -31,10 +32,16 @@ def stride_unit(*strides: int) -> int:
     return math.gcd(16, *strides)
 
 
-def token_stride(t: Tensor, inner: int) -> int:
-    """Distance of one token to the next, of t (..., inner dimensions) as `token_rows` gives it."""
-    leading = list(zip(t.shape[:-inner], t.stride()[:-inner], strict=True))
-    return next((stride for size, stride in reversed(leading) if size != 1), leading[-1][1])
+def one_stride(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int] | None:
+    """Size and stride of dimensions taken as one; None if they have no one stride."""
+    size, stride = 1, 0
+    for n, step in zip(reversed(shape), reversed(strides), strict=True):
+        if n == 1:
+            continue
+        if size > 1 and step != stride * size:
+            return None
+        size, stride = size * n, stride if size > 1 else step
+    return size, stride
 
 
 def token_rows(t: Tensor, inner: int) -> Tensor:
@@ -42,20 +49,26 @@ def token_rows(t: Tensor, inner: int) -> Tensor:
 
     A slice of a wider projection is, and kernels read it where it lies.
     """
-    dimensions = list(zip(reversed(t.shape), reversed(t.stride()), strict=True))
-    expected = 1
-    for size, stride in dimensions[:inner]:
-        if size != 1 and stride != expected:
-            return t.contiguous()
-        expected *= size
-    expected = None
-    for size, stride in dimensions[inner:]:
-        if size == 1:
-            continue
-        if expected is not None and stride != expected:
-            return t.contiguous()
-        expected = stride * size
-    return t
+    shape, strides = t.shape, t.stride()
+    own = one_stride(shape[-inner:], strides[-inner:])
+    dense = own is not None and (own[0] == 1 or own[1] == 1)
+    if dense and one_stride(shape[:-inner], strides[:-inner]) is not None:
+        return t
+    return t.contiguous()
+
+
+def token_stride(shape: Sequence[int], strides: Sequence[int], inner: int) -> int:
+    """Distance of one token to the next, of (..., inner dimensions) as `token_rows` gives it."""
+    size, stride = one_stride(shape[:-inner], strides[:-inner])
+    return strides[-inner - 1] if size == 1 else stride
+
+
+def facts(*tensors: Tensor | None) -> tuple:
+    """All of some tensors that a kernel compiled for them depends on, and their sizes."""
+    return tuple(
+        None if t is None else (t.dtype, t.shape, t.stride(), t.data_ptr() % 16, t.device)
+        for t in tensors
+    )
 
 
 def compile_all(launches: list[tuple], device: torch.device) -> None:

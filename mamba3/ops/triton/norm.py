@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .gate import sigmoid
-from .launch import OPTIONS, on_device, stride_unit
+from .launch import OPTIONS, on_device, one_stride, stride_unit
 
 # Elements of a tile and of one warp's share, and programs that walk over all tiles for the
 # weight's gradient, each with a row of partial sums.
@@ -122,7 +122,7 @@ class Rows(NamedTuple):
     def of(cls, x: Tensor, first: int, stop: int) -> Rows | None:
         """With W the dimensions [first, stop) of x; None if one of the three has no one stride."""
         parts = (0, first), (first, stop), (stop, x.dim() - 1)
-        found = [_one_stride(x, *part) for part in parts]
+        found = [one_stride(x.shape[slice(*part)], x.stride()[slice(*part)]) for part in parts]
         if None in found or (x.stride(-1) != 1 and x.shape[-1] != 1):
             return None
         return cls(*zip(*found, strict=True))
@@ -209,15 +209,3 @@ def _where(rows: Rows, constants: dict) -> tuple[int, ...]:
     strides = (stride // constants["UNIT"] for stride in rows.strides)
     outer, weights, inner = rows.sizes
     return weights, outer * inner, inner, *strides
-
-
-def _one_stride(x: Tensor, first: int, stop: int) -> tuple[int, int] | None:
-    """Size and stride of x's dimensions [first, stop) as one; None if they are not."""
-    size, stride = 1, 0
-    for n, step in zip(x.shape[first:stop][::-1], x.stride()[first:stop][::-1], strict=True):
-        if n == 1:
-            continue
-        if size > 1 and step != stride * size:
-            return None
-        size, stride = size * n, stride if size > 1 else step
-    return size, stride

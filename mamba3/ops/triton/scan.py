@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from . import chunk, scan_backward, scan_forward
-from .launch import Launcher, compile_all, stride_unit, token_stride
+from .launch import Launcher, compile_all, facts, stride_unit, token_stride
 
 # Walks per multiprocessor that a scan is cut into, as many as run at a time.
 PROGRAMS_PER_SM = 2
@@ -146,10 +146,7 @@ class Scan:
     @classmethod
     def of(cls, inputs: Inputs, bounds: Sequence[int], chunk_size: int | None) -> Scan:
         """The scan of these inputs, or the one made for others of the same sizes."""
-        facts = tuple(
-            None if t is None else (t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in inputs
-        )
-        return cls._cached(facts, inputs.x.device, bounds, chunk_size, PROGRAMS_PER_SM)
+        return cls._cached(facts(*inputs), bounds, chunk_size, PROGRAMS_PER_SM)
 
     # By all that compiled kernels depend on: launchers, and what `prepare` has compiled.
     _launchers: ClassVar[dict] = {}
@@ -157,21 +154,18 @@ class Scan:
 
     @classmethod
     @functools.lru_cache(maxsize=64)
-    def _cached(cls, facts, device, bounds, chunk_size, per_multiprocessor) -> Scan:
-        empty = [
-            None if f is None else torch.empty_strided(*f[1:3], dtype=f[0], device="meta")
-            for f in facts
-        ]
-        scan = cls(Inputs(*empty), device, bounds, chunk_size, per_multiprocessor)
-        strides = (scan.x_stride, *scan.maps_strides, *scan.weights_strides, scan.rate_stride)
-        kinds = tuple(None if f is None else (f[0], f[3]) for f in facts)
-        scan.form = (device, scan.heads, *scan.full.items(), *strides, *kinds)
-        scan.launch = cls._launchers.setdefault(scan.form, Launcher())
-        return scan
+    def _cached(cls, *args) -> Scan:
+        return cls(*args)
 
-    def __init__(self, inputs: Inputs, device, bounds, chunk_size, per_multiprocessor):
+    def __init__(self, known: tuple, bounds: Sequence[int], chunk_size, per_multiprocessor: int):
+        self.shapes = inputs = Inputs(
+            *(
+                None if f is None else torch.empty_strided(*f[1:3], dtype=f[0], device="meta")
+                for f in known
+            )
+        )
+        device = known[0][4]
         x, mimo = inputs.x, inputs.mimo_x is not None
-        self.shapes = inputs
         self.device, self.dtype = device, x.dtype
         self.batch, self.tokens, self.sequences = x.shape[:2], bounds[-1], len(bounds) - 1
         self.heads, self.headdim = x.shape[2:]
@@ -187,7 +181,7 @@ class Scan:
         self.count, self.segments = len(self.layout.table), len(self.layout.segments)
 
         inner = (2, 3, 3, 1, 1, 1, 1)
-        strides = [token_stride(t, n) for t, n in zip(inputs[:7], inner, strict=True)]
+        strides = [token_stride(*f[1:3], n) for f, n in zip(known[:7], inner, strict=True)]
         self.x_stride, *self.maps_strides = strides[:3]
         self.weights_strides, self.rate_stride = strides[3:6], strides[6]
         unit, maps_unit = stride_unit(self.x_stride), stride_unit(*self.maps_strides)
@@ -205,6 +199,9 @@ class Scan:
         del self.turned["HALF"]
         self.full = self.summed | {"P": self.headdim, "BLOCK_P": tiles.block_p, "UNIT": unit}
         self.full |= {"FAST": native, "PRECISION": "tf32x3" if native else "ieee"}
+        kinds = (None if f is None else (f[0], f[3]) for f in known)
+        self.form = (device, self.heads, *self.full.items(), *strides, *kinds)
+        self.launch = self._launchers.setdefault(self.form, Launcher())
 
     def prepare(self, training: bool) -> None:
         """Compile what a first pass launches, all at once: one by one takes several times as long.
@@ -332,9 +329,8 @@ class Scan:
         """Gradients of all `inputs`, in their order; see `scan_backward`."""
         x, b, c, dt, a, lam, rate = inputs[:7]
         heads, rank, d_state, angles = self.heads, self.rank, self.d_state, self.angles
-        table, count, rows, size = (
-            self.layout.table, self.count, self.tiles.rows, self.tiles.chunk_size,
-        )  # fmt: skip
+        table, count = self.layout.table, self.count
+        rows, size = self.tiles.rows, self.tiles.chunk_size
         mimo = inputs.mimo_x is not None
         params = (rank * d_state, rank * d_state, 1, rank * self.headdim if mimo else 0)
         slab = min(count, max(1, SLAB_ELEMENTS // (2 * heads * rows * d_state)))

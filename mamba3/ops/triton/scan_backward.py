@@ -49,6 +49,7 @@ from .chunk import (
     stored_phase,
     values,
 )
+from .pairs import store_pairs
 
 
 @triton.jit
@@ -87,6 +88,21 @@ def store_bias(ptr, re, im, pair, exists, BR: tl.constexpr, R: tl.constexpr, N: 
     else:
         tl.store(ptr + 2 * pair, tl.sum(re, 0), exists)
         tl.store(ptr + 2 * pair + 1, tl.sum(im, 0), exists)
+
+
+@triton.jit
+def params_at(index, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr, MIMO: tl.constexpr):
+    """Offset of the gradients of a chunk's and head's parameters; see d_params."""
+    return index * (2 * R * N + 1 + (R * P if MIMO else 0))
+
+
+@triton.jit
+def store_turned(
+    turned_ptr, own, re, im, real, N: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Store the rows (ROWS, HALF) of dk or dq of one chunk and head of this launch."""
+    at = turned_ptr + (own * ROWS + tl.arange(0, ROWS))[:, None] * N
+    store_pairs(at, re, im, real[:, None], N, HALF, True, ROWS)
 
 
 @triton.jit(do_not_specialize=["offset"])
@@ -152,10 +168,7 @@ def inputs_kernel(
     out = carry * scale
     dk_re = tl.dot(dw, q_re, dk_re * out[:, None], input_precision=PRECISION)
     dk_im = tl.dot(dw, q_im, dk_im * out[:, None], input_precision=PRECISION)
-    pair = tl.arange(0, HALF)
-    at = turned_ptr + (own * ROWS + tl.arange(0, ROWS))[:, None] * N + pair[None, :]
-    tl.store(at, dk_re, real[:, None] & (pair < N // 2)[None, :])
-    tl.store(at + N // 2, dk_im, real[:, None] & (pair < N // 2)[None, :])
+    store_turned(turned_ptr, own, dk_re, dk_im, real, N, HALF, ROWS)
 
     token_of_place = start + tl.arange(0, Q)
     for part in tl.static_range(PARTS):
@@ -174,7 +187,7 @@ def inputs_kernel(
             at = (token * x_stride * UNIT + head * P)[:, None] + p[None, :]
             here = real[:, None] & (p < P)[None, :]
             x = tl.load(x_ptr + at, here, 0.0).to(tl.float32)
-            d_mimo = d_params_ptr + index * (2 * R * N + 1 + R * P) + 2 * R * N + 1
+            d_mimo = d_params_ptr + params_at(index, R, P, N, MIMO) + 2 * R * N + 1
             store_per_stream(d_mimo, dv * x, p, p < P, Q, BR, R, P, BLOCK_P)
             at = ((head * R + stream) * P)[:, None] + p[None, :]
             dv *= tl.load(mimo_ptr + at, here, 0.0)
@@ -238,7 +251,7 @@ def readouts_kernel(
         h_re, h_im = h_re.to(tl.float32), h_im.to(tl.float32)
         turning += tl.sum(h_re * dh_im - h_im * dh_re, 0)
         scaling += tl.sum(h_re * dh_re + h_im * dh_im)
-    tl.store(d_params_ptr + index * (2 * R * N + 1 + (R * P if MIMO else 0)) + 2 * R * N, d_d)
+    tl.store(d_params_ptr + params_at(index, R, P, N, MIMO) + 2 * R * N, d_d)
     pair = tl.arange(0, HALF)
     at = border_ptr + index * (S + 1)
     tl.store(at + pair, turning, pair < S)
@@ -252,9 +265,7 @@ def readouts_kernel(
     dw = (dw * mask_of(cum, scale, gamma, place)).to(DOT)
     dq_re = tl.dot(dw, k_re, dq_re * into, input_precision=PRECISION)
     dq_im = tl.dot(dw, k_im, dq_im * into, input_precision=PRECISION)
-    at = turned_ptr + (own * ROWS + tl.arange(0, ROWS))[:, None] * N + pair[None, :]
-    tl.store(at, dq_re, real[:, None] & (pair < N // 2)[None, :])
-    tl.store(at + N // 2, dq_im, real[:, None] & (pair < N // 2)[None, :])
+    store_turned(turned_ptr, own, dq_re, dq_im, real, N, HALF, ROWS)
 
 
 @triton.jit(do_not_specialize=["plane", "offset"])
@@ -359,7 +370,7 @@ def turn_back_kernel(
         tl.store(d_weights_ptr + 3 * Q + place, d_dt, leads)
         dt = tl.load(weights_ptr + 3 * Q + place)
         tl.store(d_rates_ptr + at, till_here * dt[:, None], mask)
-    d_bias_ptr = d_params_ptr + index * (2 * R * N + 1 + (R * P if MIMO else 0))
+    d_bias_ptr = d_params_ptr + params_at(index, R, P, N, MIMO)
     store_bias(d_bias_ptr, db_re, db_im, pair, exists, BR, R, N, MIMO)
     store_bias(d_bias_ptr + R * N, dc_re, dc_im, pair, exists, BR, R, N, MIMO)
     if S < N // 2:
@@ -410,21 +421,6 @@ def read_still(
     return g_re, g_im, re * g_re + im * g_im
 
 
-@triton.jit
-def store_channels(
-    at, re, im, real, N: tl.constexpr, HALF: tl.constexpr, MIMO: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Store rows of pairs (BLOCK, HALF) in the channels' own order, (BLOCK, N)."""
-    if MIMO:
-        pair = tl.arange(0, HALF)[None, :]
-        tl.store(at + pair, re, real & (pair < N // 2))
-        tl.store(at + N // 2 + pair, im, real & (pair < N // 2))
-    else:
-        channel = tl.arange(0, 2 * HALF)[None, :]
-        both = tl.reshape(tl.join(re, im), [BLOCK, 2 * HALF])
-        tl.store(at + channel, both, real & (channel < N))
-
-
 @triton.jit(do_not_specialize=["plane", "offset"])
 def sums_kernel(
     turned_ptr, d_rates_ptr, table_ptr, d_b_ptr, d_c_ptr, d_rate_ptr,
@@ -465,9 +461,9 @@ def sums_kernel(
                 im += tl.load(at + N // 2, mask, 0.0)
         at = (((token * R + stream) * G + group) * N)[:, None]
         if which == 0:
-            store_channels(d_b_ptr + at, re, im, real, N, HALF, MIMO, BLOCK)
+            store_pairs(d_b_ptr + at, re, im, real, N, HALF, MIMO, BLOCK)
         else:
-            store_channels(d_c_ptr + at, re, im, real, N, HALF, MIMO, BLOCK)
+            store_pairs(d_c_ptr + at, re, im, real, N, HALF, MIMO, BLOCK)
 
 
 @triton.jit

@@ -18,27 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..reference import TAU_HIGH, TAU_LOW
 from ..state import Mamba3State
-from .launch import OPTIONS, on_device
+from .chunk import wrap
+from .launch import OPTIONS, on_device, token_rows
 
 # Elements of h that a warp keeps in registers.
 WARP_ELEMENTS = 4096
 # Neighbouring threads hold a span of a row of h, and the same threads its other spans: a sum over N
 # is then mostly additions within a thread, not shuffles.
 SPAN_BYTES = 128
-
-_TAU_HIGH = tl.constexpr(TAU_HIGH)
-_TAU_LOW = tl.constexpr(TAU_LOW)
-_TURN = tl.constexpr(1 / (TAU_HIGH + TAU_LOW))
-
-
-@triton.jit
-def _advance(phase, rate, dt):
-    """phase + rate * dt, reduced to [-pi, pi] without losing precision."""
-    phase += rate * dt
-    turns = tl.floor(phase * _TURN + 0.5)
-    return phase - turns * _TAU_HIGH - turns * _TAU_LOW
 
 
 @triton.jit
@@ -128,7 +116,7 @@ def _step_kernel(
     turns = in_n & (pair < S)
     phase = tl.load(phase_ptr + place * S + pair, turns, 0.0)
     rate = tl.load(rate_ptr + row * rate_stride + pair, turns, 0.0).to(tl.float32)
-    phase = _advance(phase, rate, dt)
+    phase = wrap(phase + rate * dt)
     cos, sin = _cos_sin(phase)
     sin = tl.where(first, -sin, sin)
 
@@ -189,7 +177,8 @@ def step(
     before = Mamba3State(*(t.contiguous() for t in state))
     after = before if inplace else Mamba3State(*(torch.empty_like(t) for t in before))
     # What varies by row may be a view of a wider projection; the rest of a row is dense.
-    rows = [_dense_rows(t) for t in (x, x if z is None else z, b, c, dt, a, lam, rate)]
+    tensors = (x, x if z is None else z, b, c, dt, a, lam, rate)
+    rows = [token_rows(t, t.dim() - 1) for t in tensors]
     weights = [t.contiguous().float() for t in (b_bias, c_bias, d)]
     streams = [t.contiguous().float() for t in mimo] if mimo else [d] * 3
     block_p, block_n = (triton.next_power_of_2(n) for n in (headdim, d_state))
@@ -231,8 +220,3 @@ def step(
         # A graph that saved this tensor for its backward pass must see that it has changed.
         torch.autograd.graph.increment_version(own)
     return y, state
-
-
-def _dense_rows(t: Tensor) -> Tensor:
-    """The tensor itself if everything behind its first dimension is dense, else a copy."""
-    return t if t[0].is_contiguous() else t.contiguous()

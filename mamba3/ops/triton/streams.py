@@ -19,70 +19,55 @@ from torch import Tensor
 
 from .gate import PARTIAL_ROWS, SUMMING_TILE, TILE, _offsets, _weight
 from .launch import OPTIONS, on_device
+from .pairs import load_pairs, store_pairs
 
 
 @triton.jit
-def _load_pairs(pointer, row, rows, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
-                ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Real and imaginary parts (ROWS, BLOCK) of rows of WIDTH channels, 0 beyond them."""
-    if INTERLEAVED:
-        lane = tl.arange(0, 2 * BLOCK)[None, :]
-        both = tl.load(pointer + row * WIDTH + lane, (row < rows) & (lane < WIDTH), 0.0)
-        re, im = tl.split(tl.reshape(both, [ROWS, BLOCK, 2]))
-    else:
-        lane = tl.arange(0, BLOCK)[None, :]
-        here = (row < rows) & (lane < WIDTH // 2)
-        re = tl.load(pointer + row * WIDTH + lane, here, 0.0)
-        im = tl.load(pointer + row * WIDTH + WIDTH // 2 + lane, here, 0.0)
+def _load(pointer, row, rows, WIDTH: tl.constexpr, HALVES: tl.constexpr, ROWS: tl.constexpr,
+          BLOCK: tl.constexpr):  # fmt: skip
+    """Parts (ROWS, BLOCK) of rows of WIDTH channels, in float32."""
+    re, im = load_pairs(pointer + row * WIDTH, row < rows, WIDTH, BLOCK, HALVES, ROWS)
     return re.to(tl.float32), im.to(tl.float32)
 
 
 @triton.jit
-def _store_pairs(pointer, re, im, row, rows, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
-                 ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    if INTERLEAVED:
-        lane = tl.arange(0, 2 * BLOCK)[None, :]
-        both = tl.reshape(tl.join(re, im), [ROWS, 2 * BLOCK])
-        tl.store(pointer + row * WIDTH + lane, both, (row < rows) & (lane < WIDTH))
-    else:
-        lane = tl.arange(0, BLOCK)[None, :]
-        here = (row < rows) & (lane < WIDTH // 2)
-        tl.store(pointer + row * WIDTH + lane, re, here)
-        tl.store(pointer + row * WIDTH + WIDTH // 2 + lane, im, here)
+def _store(pointer, re, im, row, rows, WIDTH: tl.constexpr, HALVES: tl.constexpr,
+           ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    store_pairs(pointer + row * WIDTH, re, im, row < rows, WIDTH, BLOCK, HALVES, ROWS)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _complex_kernel(
     a_ptr, b_ptr, out_ptr, rows,
-    N: tl.constexpr, S: tl.constexpr, INTERLEAVED: tl.constexpr, ADD: tl.constexpr,
+    N: tl.constexpr, S: tl.constexpr, HALVES: tl.constexpr, ADD: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64))[:, None]
-    re, im = _load_pairs(a_ptr, row, rows, N, INTERLEAVED, ROWS, BLOCK)
-    b_re, b_im = _load_pairs(b_ptr, row, rows, 2 * S, INTERLEAVED, ROWS, BLOCK)
+    re, im = _load(a_ptr, row, rows, N, HALVES, ROWS, BLOCK)
+    b_re, b_im = _load(b_ptr, row, rows, 2 * S, HALVES, ROWS, BLOCK)
     if ADD:
         re, im = re + b_re, im + b_im
     else:
         b_re = tl.where(tl.arange(0, BLOCK)[None, :] < S, b_re, 1.0)
         re, im = re * b_re - im * b_im, re * b_im + im * b_re
-    _store_pairs(out_ptr, re, im, row, rows, N, INTERLEAVED, ROWS, BLOCK)
+    _store(out_ptr, re, im, row, rows, N, HALVES, ROWS, BLOCK)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _complex_mul_backward_kernel(
     grad_ptr, a_ptr, b_ptr, grad_a_ptr, grad_b_ptr, rows,
-    N: tl.constexpr, S: tl.constexpr, INTERLEAVED: tl.constexpr,
+    N: tl.constexpr, S: tl.constexpr, HALVES: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64))[:, None]
-    re, im = _load_pairs(grad_ptr, row, rows, N, INTERLEAVED, ROWS, BLOCK)
-    a_re, a_im = _load_pairs(a_ptr, row, rows, N, INTERLEAVED, ROWS, BLOCK)
-    b_re, b_im = _load_pairs(b_ptr, row, rows, 2 * S, INTERLEAVED, ROWS, BLOCK)
+    re, im = _load(grad_ptr, row, rows, N, HALVES, ROWS, BLOCK)
+    a_re, a_im = _load(a_ptr, row, rows, N, HALVES, ROWS, BLOCK)
+    b_re, b_im = _load(b_ptr, row, rows, 2 * S, HALVES, ROWS, BLOCK)
     grad_re, grad_im = re * a_re + im * a_im, im * a_re - re * a_im
-    _store_pairs(grad_b_ptr, grad_re, grad_im, row, rows, 2 * S, INTERLEAVED, ROWS, BLOCK)
+    _store(grad_b_ptr, grad_re, grad_im, row, rows, 2 * S, HALVES, ROWS, BLOCK)
     b_re = tl.where(tl.arange(0, BLOCK)[None, :] < S, b_re, 1.0)
     grad_re, grad_im = re * b_re + im * b_im, im * b_re - re * b_im
-    _store_pairs(grad_a_ptr, grad_re, grad_im, row, rows, N, INTERLEAVED, ROWS, BLOCK)
+    _store(grad_a_ptr, grad_re, grad_im, row, rows, N, HALVES, ROWS, BLOCK)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -197,7 +182,7 @@ def _complex_rows(a: Tensor, b: Tensor, interleaved: bool) -> tuple[int, dict]:
     return a.numel() // a.shape[-1], {
         "N": a.shape[-1],
         "S": b.shape[-1] // 2,
-        "INTERLEAVED": interleaved,
+        "HALVES": not interleaved,
         "ROWS": max(1, TILE[0] // (2 * block)),
         "BLOCK": block,
         "num_warps": TILE[1],
