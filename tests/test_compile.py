@@ -163,11 +163,12 @@ def test_op_is_what_it_declares(op, options):
     streams = ("mimo_x", "mimo_z", "mimo_o", "norm_weight")
     state = [f"state.{name}" for name in Mamba3State._fields]
     given = [tensors.get(name) for name in (*list(tensors)[:11], *streams, *state)]
-    if op != "scan":
-        given = [None if t is None else t.detach() for t in given]
     if "step" in op:
         given = [t[:, 0] if i < 7 or i == 10 else t for i, t in enumerate(given)]
-    given = [None if t is None else t.to(DEVICE) for t in given]
+    # Leaves on the device, since what autograd does is compared by their gradients.
+    given = [None if t is None else t.detach().to(DEVICE) for t in given]
+    if op == "scan":
+        given = [None if t is None else t.requires_grad_() for t in given]
     index = torch.tensor([1, -1], device=DEVICE)
     y, *state = given[0], *given[-4:]
     wanted = [t is not None for t in given] + [False] * 4
