@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .layout import MATRIX, Layout, blocks
+
 
 class GatedMLP(nn.Module):
     """fc2(value * silu(gate)), with [value | gate] = fc1(x) and no biases.
@@ -19,6 +21,11 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(d_model, 2 * width, bias=False, device=device, dtype=dtype)
         self.fc2 = nn.Linear(width, d_model, bias=False, device=device, dtype=dtype)
+
+    def parameter_layout(self) -> Layout:
+        """Rows of the projections that are matrices of their own, for optimizers."""
+        width = self.fc1.out_features // 2
+        return {"fc1.weight": blocks(value=width, gate=width), "fc2.weight": MATRIX}
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., D) to (..., D)."""

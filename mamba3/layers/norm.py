@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import add_rms_norm, rms_norm
+from .layout import VECTOR, Layout
 
 
 class RMSNorm(nn.Module):
@@ -19,13 +20,15 @@ class RMSNorm(nn.Module):
         device, dtype: of the weight.
     """
 
-    no_weight_decay = ("weight",)
-
     def __init__(self, width: int, *, eps: float = 1e-5, device=None, dtype=None):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
         self.reset_parameters()
+
+    def parameter_layout(self) -> Layout:
+        """What the weight is, for optimizers."""
+        return {"weight": VECTOR}
 
     def reset_parameters(self) -> None:
         """Set the weight to 1."""

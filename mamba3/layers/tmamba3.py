@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..config import Mamba3Config
 from ..ops import Mamba3State, mamba3_scan, mamba3_step, rms_norm
+from .layout import MATRIX, VECTOR, Layout, Rows, blocks
 from .norm import RMSNorm
 from .ragged import Ragged
 
@@ -62,7 +63,6 @@ class TMamba3Layer(nn.Module):
     """
 
     float32_parameters = ("dt_bias", "D", "B_bias", "C_bias", "mimo_x", "mimo_z", "mimo_o")
-    no_weight_decay = float32_parameters
 
     def __init__(
         self,
@@ -174,6 +174,18 @@ class TMamba3Layer(nn.Module):
             nn.init.constant_(self.mimo_x, 1 / config.rank)
             nn.init.ones_(self.mimo_z)
             nn.init.constant_(self.mimo_o, 1 / config.rank)
+
+    def parameter_layout(self) -> Layout:
+        """Rows of the projections that are matrices of their own, for optimizers.
+
+        The rows of dd_dt, dd_A and trap are a scalar a head; they are no part of a matrix.
+        """
+        inner, _, maps, heads, _, _, angles = self.in_proj_splits
+        scalars = (Rows(name, heads, decay=True) for name in ("dd_dt", "dd_A", "trap"))
+        matrices = blocks(z=inner, x=inner, B=maps // 2, C=maps // 2)
+        layout = {"in_proj.weight": (*matrices, *scalars, *blocks(angle=angles))}
+        small = {name: VECTOR for name in self.float32_parameters if hasattr(self, name)}
+        return {**layout, **small, "out_proj.weight": MATRIX}
 
     def forward(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from ..config import Mamba3Config
 from ..layers import Block, RMSNorm
+from ..layers.layout import EMBEDDING, Layout
 from ..layers.ragged import Ragged
 from ..ops import Mamba3State, linear_cross_entropy
 from .init import init_weights
@@ -203,19 +203,16 @@ class Mamba3LM(nn.Module):
 
     def float32_parameter_names(self) -> set[str]:
         """Names of the parameters that stay float32 in a half-precision model."""
-        return set(self._declared("float32_parameters"))
+        return {
+            f"{prefix}.{name}"
+            for prefix, module in self.named_modules()
+            for name in getattr(module, "float32_parameters", ())
+            if module._parameters.get(name) is not None
+        }
 
-    def no_weight_decay_names(self) -> set[str]:
-        """Names of the parameters that an optimizer must not decay: all but the projections."""
-        embeddings = {"backbone.embedding.weight", "lm_head.weight"}
-        names = set(self._declared("no_weight_decay"))
-        return names | (embeddings & dict(self.named_parameters()).keys())
-
-    def _declared(self, attribute: str) -> Iterator[str]:
-        for prefix, module in self.named_modules():
-            for name in getattr(module, attribute, ()):
-                if module._parameters.get(name) is not None:
-                    yield f"{prefix}.{name}"
+    def parameter_layout(self) -> Layout:
+        """What embedding and head are, for optimizers; the layers speak for themselves."""
+        return {"backbone.embedding.weight": EMBEDDING, "lm_head.weight": EMBEDDING}
 
     def _check_ids(self, ids: Tensor, name: str, form: str, dims: int, ignore: int | None = None):
         if ids.dim() != dims or ids.dtype not in (torch.int64, torch.int32):

@@ -1,9 +1,8 @@
 import pytest
 import torch
-from torch import nn
 
 from mamba3 import Mamba3Config, Mamba3LM
-from mamba3.optim.param_groups import check_groups, param_groups
+from mamba3.optim.param_groups import param_groups
 
 
 def model_of(**options):
@@ -55,31 +54,3 @@ def test_frozen_parameters_are_left_out():
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="nothing to train"):
         param_groups(model, 0.1)
-
-
-def test_a_tied_weight_marked_under_either_name_is_exempt():
-    class Tied(nn.Module):
-        def __init__(self, marked):
-            super().__init__()
-            self.a, self.b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
-            self.b.weight = self.a.weight
-            self.no_weight_decay_names = lambda: {marked}
-
-    for marked in ("a.weight", "b.weight"):
-        [group] = param_groups(Tied(marked), 0.1)
-        assert group["weight_decay"] == 0.0
-
-
-def test_names_that_the_model_does_not_have_are_an_error():
-    wrapped = nn.ModuleDict({"module": model_of()})
-    wrapped.no_weight_decay_names = wrapped["module"].no_weight_decay_names
-    with pytest.raises(ValueError, match=r"backbone\.embedding\.weight.*the model itself"):
-        param_groups(wrapped, 0.1)
-
-
-def test_a_parameter_in_no_group_or_in_two_is_named():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    groups = [{"params": [model[0].weight, model[0].bias, model[1].bias]}]
-    groups += [{"params": [model[0].bias]}]
-    with pytest.raises(ValueError, match=r"wrong for 0\.bias \(2\), 1\.weight \(0\)"):
-        check_groups(model, groups)

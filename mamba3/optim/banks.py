@@ -1,0 +1,314 @@
+"""Pieces that are stepped together, with their state: banks of same-shape matrices, AdamW's lists.
+
+Nothing here knows parameter groups: a step is given the numbers of the moment (`Numbers`), and
+finds gradients by a function, so that whoever owns the bank decides where they come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from . import rules
+from .orthogonalize import lr_factor, orthogonalize
+from .param_groups import Piece
+from .rules import Rails, Scalar
+
+# Elements of the matrices that are worked on at a time: bounds the float32 copies of a step.
+PART_ELEMENTS = 1 << 28
+
+
+class Numbers(NamedTuple):
+    """What changes from step to step, as numbers or as device scalars."""
+
+    lr: Scalar
+    weight_decay: Scalar
+    momentum: Scalar
+    fast_beta: Scalar
+    share: Scalar
+
+
+@dataclass(frozen=True)
+class Options:
+    """How an optimizer steps, the same for all of its pieces; see `HybridOptimizer`."""
+
+    preset: str
+    lr_rule: str
+    nesterov: bool
+    rails: Rails | None
+    equalize: float | None
+    row_equalize: bool
+    trace_norm: bool
+    cautious: bool
+    decay_adjusted: bool
+    extra_bits: bool
+    adam_every: int
+    dtype: torch.dtype | None
+
+
+class Member(NamedTuple):
+    """A piece and the parameter it belongs to."""
+
+    piece: Piece
+    parameter: Tensor
+
+    @property
+    def weight(self) -> Tensor:
+        """The rows, as a view."""
+        return self.piece.of(self.parameter.detach())
+
+
+# The gradient of a member's rows; None where there is none.
+Gradients = Callable[[Member], Tensor | None]
+
+
+def own_gradient(member: Member) -> Tensor | None:
+    """The rows of the parameter's own gradient."""
+    grad = member.parameter.grad
+    return None if grad is None else member.piece.of(grad)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the state of weights in `dtype`."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class MuonBank:
+    """Matrices of one shape, dtype and device, orthogonalised in one batch.
+
+    Args:
+        members: the matrices.
+        options: of the optimizer.
+    """
+
+    def __init__(self, members: Sequence[Member], options: Options):
+        self.members, self.options = list(members), options
+        first = members[0].weight
+        self.shape = (len(members), *first.shape)
+        like = {"device": first.device, "dtype": wide(first.dtype)}
+        self.fast = torch.zeros(self.shape, **like)
+        self.slow = None if options.rails is None else torch.zeros(self.shape, **like)
+        lanes = (len(members), max(first.shape))
+        self.lanes = None if options.equalize is None else torch.zeros(lanes, **like)
+        bits = {"device": first.device, "dtype": torch.int16}
+        self.low = torch.zeros(self.shape, **bits) if options.extra_bits else None
+        factor = lr_factor(options.lr_rule, *first.shape)
+        pieces = [member.piece for member in members]
+        lr_mul = torch.tensor([piece.lr_mul for piece in pieces], dtype=torch.float64)
+        follows = torch.tensor([piece.weight_decay is None for piece in pieces])
+        own = torch.tensor([piece.weight_decay or 0.0 for piece in pieces], dtype=torch.float64)
+        # Decay of matrix k: lr decay_mul[k] (weight_decay follows[k] + own[k]).
+        decay_mul = lr_mul * factor if options.decay_adjusted else lr_mul
+        self.lr_mul, self.decay_mul, self.follows, self.own_decay = (
+            t.to(**like)[:, None, None] for t in (lr_mul * factor, decay_mul, follows, own)
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the matrices are."""
+        return self.fast.device
+
+    def states(self) -> Iterator[tuple[Member, dict[str, Tensor]]]:
+        """Every member with its state by name, as views."""
+        named = {"momentum": self.fast, "slow": self.slow, "lanes": self.lanes, "low": self.low}
+        for i, member in enumerate(self.members):
+            yield member, {name: t[i] for name, t in named.items() if t is not None}
+
+    def step(self, gradients: Gradients, numbers: Numbers) -> None:
+        """Update the matrices that have a gradient."""
+        grads = [gradients(member) for member in self.members]
+        limit = max(1, PART_ELEMENTS // (self.shape[1] * self.shape[2]))
+        for part in _runs([grad is not None for grad in grads], limit):
+            self.apply(part, self.update(part, grads[part], numbers), numbers)
+
+    def update(self, part: slice, grads: Sequence[Tensor], numbers: Numbers) -> Tensor:
+        """The orthogonal updates of some matrices, whose momentum takes their gradients up."""
+        return self.orthogonal(part, self.momentum(part, grads, numbers))
+
+    def momentum(self, part: slice, grads: Sequence[Tensor], numbers: Numbers) -> Tensor:
+        """What is to be orthogonalised, (k, m, n)."""
+        options, fast = self.options, self.fast[part]
+        g = torch.stack(list(grads)).to(fast.dtype)
+        mu, nesterov = numbers.momentum, options.nesterov
+        if self.slow is None:
+            return rules.momentum_(g, fast, numbers.fast_beta, mu, nesterov)
+        slow, beta = self.slow[part], options.rails.slow
+        return rules.rails_(g, fast, slow, numbers.fast_beta, beta, numbers.share, mu, nesterov)
+
+    def orthogonal(self, part: slice, u: Tensor) -> Tensor:
+        """The orthogonal updates of u, (k, m, n)."""
+        options = self.options
+        if options.row_equalize:
+            u = rules.equalize_rows(u)
+        u = orthogonalize(u, options.preset, dtype=options.dtype, trace_norm=options.trace_norm)
+        if self.lanes is not None:
+            u = rules.equalize_lanes_(u, self.lanes[part], options.equalize)
+        return u
+
+    def apply(self, part: slice, u: Tensor, numbers: Numbers) -> None:
+        """Take updates (k, m, n) from the weights, and decay these."""
+        weights = [member.weight for member in self.members[part]]
+        w = torch.stack(weights)
+        w = w.to(self.fast.dtype) if self.low is None else rules.join_bits(w, self.low[part])
+        decay = self.follows[part] * numbers.weight_decay + self.own_decay[part]
+        aligned = None
+        if self.options.cautious:
+            aligned = u if self.slow is None else self.slow[part]
+        rules.decay_(w, decay * self.decay_mul[part] * numbers.lr, aligned)
+        w.sub_(u * (self.lr_mul[part] * numbers.lr))
+        if self.low is not None:
+            w, low = rules.split_bits(w)
+            self.low[part] = low
+        torch._foreach_copy_(weights, list(w.unbind()))
+
+
+class AdamWPiece:
+    """A piece that AdamW trains, and its state."""
+
+    def __init__(self, member: Member, options: Options):
+        self.member, self.options = member, options
+        weight = member.weight
+        like = {"device": weight.device, "dtype": wide(weight.dtype)}
+        self.average = torch.zeros(weight.shape, **like)
+        self.square = torch.zeros(weight.shape, **like)
+        self.count = torch.zeros((), device=weight.device, dtype=torch.float32)
+        every = options.adam_every
+        self.kept = torch.zeros(weight.shape, **like) if every > 1 else None
+        bits = options.extra_bits and weight.dtype == torch.bfloat16
+        self.low = torch.zeros_like(weight, dtype=torch.int16) if bits else None
+
+    def state(self) -> dict[str, Tensor]:
+        """The state by name."""
+        named = {
+            "exp_avg": self.average,
+            "exp_avg_sq": self.square,
+            "step": self.count,
+            "kept": self.kept,
+            "low": self.low,
+        }
+        return {name: t for name, t in named.items() if t is not None}
+
+    @property
+    def fused(self) -> bool:
+        """Whether torch's fused kernel does all that is asked for."""
+        weight = self.member.weight
+        same = weight.dtype == self.average.dtype and weight.device.type in ("cpu", "cuda")
+        return same and self.low is None and not self.options.cautious
+
+    def keep(self, grad: Tensor) -> None:
+        """Add a gradient to those that a later step takes."""
+        self.kept.add_(grad)
+
+    def step(self, grad: Tensor, lr: Scalar, decay: Scalar, betas, eps: float) -> None:
+        """One step in plain operations."""
+        weight = self.member.weight
+        dtype = self.average.dtype
+        w = weight.to(dtype) if self.low is None else rules.join_bits(weight, self.low)
+        rules.adamw_(
+            w, grad.to(dtype), self.average, self.square, self.count, lr, decay, betas, eps,
+            self.options.cautious,
+        )  # fmt: skip
+        if self.low is not None:
+            w, low = rules.split_bits(w)
+            self.low.copy_(low)
+        if w is not weight:
+            weight.copy_(w)
+
+
+class AdamWList:
+    """AdamW's pieces on one device."""
+
+    def __init__(self, members: Sequence[Member], options: Options):
+        self.pieces = [AdamWPiece(member, options) for member in members]
+        self.device = members[0].weight.device
+
+    def states(self) -> Iterator[tuple[Member, dict[str, Tensor]]]:
+        """Every member with its state by name."""
+        for piece in self.pieces:
+            yield piece.member, piece.state()
+
+    def step(
+        self, gradients: Gradients, numbers: Numbers, betas: tuple[float, float], eps: float,
+        active: bool = True,
+    ) -> None:  # fmt: skip
+        """Update the pieces that have a gradient, or keep it for the next active step."""
+        together: dict[tuple, list[tuple[AdamWPiece, Tensor]]] = {}
+        for piece in self.pieces:
+            grad = gradients(piece.member)
+            if not active:
+                if grad is not None:
+                    piece.keep(grad)
+                continue
+            if piece.kept is not None:
+                # A gradient of an earlier step is one, too.
+                grad = piece.kept if grad is None else piece.kept + grad
+            if grad is None:
+                continue
+            facts = piece.member.piece
+            key = (piece.fused, facts.lr_mul, facts.weight_decay, piece.average.dtype)
+            together.setdefault(key, []).append((piece, grad))
+        for (fused, lr_mul, own_decay, _), those in together.items():
+            lr = numbers.lr * lr_mul
+            decay = numbers.weight_decay if own_decay is None else own_decay
+            # A number 0 says that there is nothing to do; 0 in a device scalar would not.
+            decay = lr * decay if isinstance(decay, Tensor) or decay else 0.0
+            if fused:
+                _fused([piece for piece, _ in those], [g for _, g in those], lr, decay, betas, eps)
+                continue
+            for piece, grad in those:
+                piece.step(grad, lr, decay, betas, eps)
+        for piece in self.pieces:
+            if active and piece.kept is not None:
+                piece.kept.zero_()
+
+
+def make_bank(members: Sequence[Member], options: Options) -> MuonBank:
+    """The bank for matrices of one shape, dtype and device, by how their parameters are stored."""
+    return MuonBank(members, options)
+
+
+def _fused(
+    pieces: list[AdamWPiece],
+    grads: list[Tensor],
+    lr: Scalar,
+    decay: Scalar,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    weights = [piece.member.weight for piece in pieces]
+    # By itself, since the kernel takes the decay as a number, which a CUDA graph would freeze.
+    if isinstance(decay, Tensor) or decay:
+        torch._foreach_mul_(weights, 1 - decay)
+    dtype = pieces[0].average.dtype
+    adamw(
+        weights,
+        [grad.to(dtype) for grad in grads],
+        [piece.average for piece in pieces],
+        [piece.square for piece in pieces],
+        [],
+        [piece.count for piece in pieces],
+        fused=True,
+        amsgrad=False,
+        beta1=betas[0],
+        beta2=betas[1],
+        lr=lr,
+        weight_decay=0.0,
+        eps=eps,
+        maximize=False,
+    )
+
+
+def _runs(present: list[bool], limit: int) -> Iterator[slice]:
+    """Runs of consecutive true places, none longer than `limit`."""
+    start = None
+    for i, here in enumerate([*present, False]):
+        if start is not None and (not here or i - start == limit):
+            yield slice(start, i)
+            start = None
+        if here and start is None:
+            start = i

@@ -1,0 +1,480 @@
+"""HybridOptimizer: Muon for matrices and AdamW for the rest, as one torch optimizer.
+
+    V  <- V + (1 - mu)(g - V),   u = g + mu (V - g),   O = orthogonalize(u)
+    W  <- W - lr wd W - lr factor(m, n) O                                       matrices
+    w  <- w - lr wd w - lr m_hat / (sqrt(v_hat) + eps)                          everything else
+
+Sources: Jordan et al., "Muon" (2024); Liu et al., arXiv 2502.16982, for the factor that makes one
+learning rate serve both rules; Loshchilov and Hutter, arXiv 1711.05101.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+from .banks import (
+    AdamWList,
+    AdamWPiece,
+    Member,
+    MuonBank,
+    Numbers,
+    Options,
+    make_bank,
+    own_gradient,
+)
+from .orthogonalize import DEFAULT_PRESET, check_preset, lr_factor
+from .param_groups import RULES, ParamGroupEngine, Piece, check_rule
+from .rules import Rails
+
+logger = logging.getLogger(__name__)
+
+DECAYS = ("decoupled", "cautious")
+# The full update of ANVIL as options: HybridOptimizer(model, **ANVIL).
+ANVIL = {
+    "preset": "anvil6",
+    "lr_rule": "original",
+    "rails": Rails(),
+    "equalize": 0.95,
+    "trace_norm": True,
+    "decay": "cautious",
+    "decay_with_lr": True,
+    "decay_adjusted": True,
+}
+
+
+class Tied(NamedTuple):
+    """An embedding and a head that are trained as one, but stored as two.
+
+    Fields:
+        embedding, head: names of the parameters, both AdamW's.
+        untie_step: the step from which each goes its own way, the embedding with the head's
+            moments; None is never.
+        transposed: the embedding is stored as the transpose of the head.
+    """
+
+    embedding: str
+    head: str
+    untie_step: int | None = None
+    transposed: bool = False
+
+    def turn(self, t: Tensor) -> Tensor:
+        """From one's form to the other's."""
+        return t.mT if self.transposed and t.dim() == 2 else t
+
+
+class HybridOptimizer(torch.optim.Optimizer):
+    """Muon and AdamW in one step.
+
+    Args:
+        model: any module, split by `ParamGroupEngine`, or such an engine.
+        lr: learning rate of both rules.
+        weight_decay: decoupled: a step takes lr * weight_decay of a weight. Embeddings, norms,
+            biases and the like have none, see `plan()`.
+        momentum: of the matrices.
+        nesterov: whether their momentum looks ahead.
+        betas, eps: AdamW's.
+        preset: of `orthogonalize.PRESETS`: "keller5", "polar_express5" or "anvil6".
+        lr_rule: factor on a matrix's learning rate, by its shape: "match_rms" (one lr serves both
+            rules), "original" or "spectral"; see `orthogonalize.lr_factor`.
+        overrides, split: of `ParamGroupEngine`.
+        rails: twin-rail momentum; None is one average.
+        equalize: beta of the lane equaliser (NorMuon) after the orthogonalisation; None leaves it
+            out.
+        row_equalize: bring rows to one norm before the orthogonalisation.
+        trace_norm: take norms from the trace of the first Gram matrix.
+        decay: "decoupled", or "cautious", only where weight and update have the same sign; with
+            rails the slow rail's sign is asked, for AdamW that of its first average.
+        decay_with_lr: weight_decay follows the schedule of lr, in proportion to its first value.
+        decay_adjusted: a matrix's decay is multiplied by the factor of `lr_rule`, too.
+        extra_bits: keep the 16 bits that bfloat16 weights lack, so that they train as exactly as
+            float32 ones.
+        adam_every: AdamW's pieces move every so many steps, by the sum of the gradients since.
+        tied: an embedding and a head that are stored apart.
+        skip_nonfinite: a step with a NaN or infinite gradient changes nothing, and is counted.
+        dtype: of the orthogonalisation; None is bfloat16 on a GPU, float32 elsewhere.
+
+    Raises:
+        ValueError: options out of range or of no meaning for these parameters.
+
+    Every parameter's state is made here, in float32 (float64 for float64 weights), and loaded in
+    place. Parameter groups hold numbers, which schedulers may change between steps: lr,
+    weight_decay, momentum, betas, eps.
+
+    To capture steps in a CUDA graph, call `advance()` before every replay, and `update()` inside.
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> optimizer = HybridOptimizer(model, lr=1e-2)
+        >>> model(torch.randn(3, 4)).square().sum().backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | ParamGroupEngine,
+        lr: float = 1e-3,
+        *,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        preset: str = DEFAULT_PRESET,
+        lr_rule: str = "match_rms",
+        overrides: Mapping[str, str | Mapping[str, Any]] | None = None,
+        split: bool = True,
+        rails: Rails | None = None,
+        equalize: float | None = None,
+        row_equalize: bool = False,
+        trace_norm: bool = False,
+        decay: str = "decoupled",
+        decay_with_lr: bool = False,
+        decay_adjusted: bool = False,
+        extra_bits: bool = False,
+        adam_every: int = 1,
+        tied: Tied | None = None,
+        skip_nonfinite: bool = True,
+        dtype: torch.dtype | None = None,
+    ):
+        engine = model if isinstance(model, ParamGroupEngine) else None
+        engine = engine or ParamGroupEngine(model, overrides, split=split)
+        self._options = _options(
+            preset=preset, lr_rule=lr_rule, nesterov=nesterov, rails=rails, equalize=equalize,
+            row_equalize=row_equalize, trace_norm=trace_norm, cautious=decay == "cautious",
+            decay_adjusted=decay_adjusted, extra_bits=extra_bits, adam_every=adam_every,
+            dtype=dtype,
+        )  # fmt: skip
+        if decay not in DECAYS:
+            raise ValueError(f"decay {decay!r} is none of {', '.join(DECAYS)}")
+        self.engine, self.tied = engine, tied
+        self.decay_with_lr, self.skip_nonfinite = decay_with_lr, skip_nonfinite
+        self._skipped, self._told = 0, False
+        self._scalars: dict[tuple[int, torch.device], Tensor] = {}
+        self._banks: list[list[MuonBank]] = []
+        self._lists: list[list[AdamWList]] = []
+        self._pieces = {id(engine.parameters[p.name]): engine.of(p.name) for p in engine.pieces}
+        defaults = {
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "betas": tuple(betas),
+            "eps": eps,
+        }  # fmt: skip
+        super().__init__(self._groups(), defaults)
+        self._check_extra_bits()
+        self._tie()
+
+    def plan(self) -> str:
+        """The table of `ParamGroupEngine.plan`."""
+        return self.engine.plan()
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were left out because of gradients that were not finite."""
+        return self._skipped
+
+    # groups
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """A group of the parameters that have a matrix, and one of those that have none."""
+        groups: dict[str, list] = {rule: [] for rule in RULES}
+        for name, parameter in self.engine.parameters.items():
+            matrix = any(piece.rule == "muon" for piece in self._pieces[id(parameter)])
+            groups["muon" if matrix else "adamw"].append((name, parameter))
+        return [{"name": name, "params": named} for name, named in groups.items() if named]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train more parameters.
+
+        Args:
+            param_group: "params", tensors or (name, tensor) pairs, and "rule", "muon" or "adamw",
+                for all of them; lr and the other numbers where they differ from the first ones.
+
+        Raises:
+            ValueError: no rule; one that does not fit a parameter.
+        """
+        group = dict(param_group)
+        rule = group.pop("rule", None)
+        super().add_param_group(group)
+        group = self.param_groups[-1]
+        try:
+            members = list(self._members(group, rule))
+            group.setdefault("name", rule)
+            group["step"] = 0
+            group.setdefault("initial_lr", group["lr"])
+            _check_numbers(group)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        banks: dict[tuple, list[Member]] = {}
+        lists: dict[torch.device, list[Member]] = {}
+        for member in members:
+            weight = member.weight
+            if member.piece.rule == "muon":
+                banks.setdefault((weight.shape, weight.dtype, weight.device), []).append(member)
+            else:
+                lists.setdefault(weight.device, []).append(member)
+        self._banks.append([make_bank(those, self._options) for those in banks.values()])
+        self._lists.append([AdamWList(those, self._options) for those in lists.values()])
+        for own in (*self._banks[-1], *self._lists[-1]):
+            for member, state in own.states():
+                self._show(member, state)
+            key = len(self.param_groups) - 1, own.device
+            self._scalars[key] = torch.zeros(len(Numbers._fields), device=own.device)
+
+    def _members(self, group: dict[str, Any], rule: str | None) -> Iterator[Member]:
+        """The pieces of a group's parameters, but for those whose learning rate is 0 for good."""
+        names = group.get("param_names") or [f"parameter {i}" for i in range(len(group["params"]))]
+        for name, parameter in zip(names, group["params"], strict=True):
+            pieces = self._pieces.get(id(parameter))
+            if pieces is None:
+                if rule not in RULES:
+                    raise ValueError(
+                        f"{name}, of shape {tuple(parameter.shape)}, is in no rule: give the group "
+                        f'"rule": one of {RULES}'
+                    )
+                piece = Piece(
+                    name, "", 0, 0, tuple(parameter.shape), rule, None, 1.0, "add_param_group"
+                )
+                check_rule(piece)
+                self._pieces[id(parameter)] = pieces = [piece]
+            for piece in pieces:
+                if piece.lr_mul:
+                    yield Member(piece, parameter)
+
+    def _show(self, member: Member, state: dict[str, Tensor]) -> None:
+        """Make a piece's state that of its parameter, as everyone reads it."""
+        label = member.piece.label
+        named = {f"{label}.{name}" if label else name: t for name, t in state.items()}
+        self.state[member.parameter].update(named)
+
+    def _adamw_pieces(self) -> Iterator[AdamWPiece]:
+        for lists in self._lists:
+            for those in lists:
+                yield from those.pieces
+
+    def _check_extra_bits(self) -> None:
+        if not self._options.extra_bits:
+            return
+        dtypes = {bank.members[0].weight.dtype for banks in self._banks for bank in banks}
+        dtypes = dtypes or {piece.member.weight.dtype for piece in self._adamw_pieces()}
+        if dtypes != {torch.bfloat16}:
+            raise ValueError(
+                f"extra_bits is for bfloat16 weights, and the matrices are {_names(dtypes)}: "
+                "float32 has those bits. Convert the model (.to(torch.bfloat16)) or leave it out"
+            )
+
+    # tied embedding and head
+
+    def _tie(self) -> None:
+        if self.tied is None:
+            return
+        named = {piece.member.piece.title: piece for piece in self._adamw_pieces()}
+        missing = [n for n in (self.tied.embedding, self.tied.head) if n not in named]
+        if missing:
+            raise ValueError(
+                f"tied names {', '.join(missing)}, which AdamW does not train; it trains "
+                f"{', '.join(named)}"
+            )
+        self._embedding, self._head = named[self.tied.embedding], named[self.tied.head]
+        shapes = [self.tied.turn(self._embedding.average).shape, self._head.average.shape]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"tied: the embedding {tuple(self._embedding.average.shape)} and the head "
+                f"{tuple(shapes[1])} do not fit; see Tied.transposed"
+            )
+        self._copy_head()
+
+    def _tied_now(self) -> bool:
+        if self.tied is None:
+            return False
+        step = self.param_groups[-1]["step"]
+        return self.tied.untie_step is None or step < self.tied.untie_step
+
+    def _copy_head(self) -> None:
+        """Give the embedding the head's weights and whole state."""
+        turn = self.tied.turn
+        self._embedding.member.weight.copy_(turn(self._head.member.weight))
+        theirs = self._head.state()
+        for name, tensor in self._embedding.state().items():
+            tensor.copy_(turn(theirs[name]))
+
+    def _gradient(self, member: Member) -> Tensor | None:
+        """A member's gradient; while tied, the head's is both and the embedding has none."""
+        grad = own_gradient(member)
+        if not self._tied_now():
+            return grad
+        if member is self._embedding.member:
+            return None
+        if member is self._head.member:
+            other = own_gradient(self._embedding.member)
+            if other is not None:
+                other = self.tied.turn(other)
+                return other if grad is None else grad + other
+        return grad
+
+    # steps
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step; `closure`, if given, computes the loss and the gradients first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.advance()
+        self.update()
+        return loss
+
+    def advance(self) -> None:
+        """Count a step and bring the numbers of the groups, as they are now, to the devices."""
+        for index, group in enumerate(self.param_groups):
+            _check_numbers(group)
+            group["step"] += 1
+            values = torch.tensor(self._values(group))
+            for (of, _), scalars in self._scalars.items():
+                if of == index:
+                    scalars.copy_(values, non_blocking=True)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Change weights and state by the gradients and the numbers of the last `advance()`."""
+        if self.skip_nonfinite and not self._finite():
+            self._skip()
+            return
+        tied = self._tied_now()
+        for index, group in enumerate(self.param_groups):
+            for bank in self._banks[index]:
+                bank.step(self._gradient, self._numbers(index, bank.device))
+            active = group["step"] % self._options.adam_every == 0
+            for those in self._lists[index]:
+                numbers = self._numbers(index, those.device)
+                those.step(self._gradient, numbers, group["betas"], group["eps"], active)
+        if tied:
+            self._copy_head()
+
+    def _values(self, group: dict[str, Any]) -> Numbers:
+        """The numbers of a group's step."""
+        beta, share = group["momentum"], 1.0
+        if self._options.rails is not None:
+            beta, share = self._options.rails.at(group["step"])
+        decay = group["weight_decay"]
+        if self.decay_with_lr and group["initial_lr"]:
+            decay *= group["lr"] / group["initial_lr"]
+        return Numbers(group["lr"], decay, group["momentum"], beta, share)
+
+    def _numbers(self, index: int, device: torch.device) -> Numbers:
+        """The same as device scalars at fixed addresses; on a CPU the numbers themselves."""
+        if device.type == "cpu":
+            return self._values(self.param_groups[index])
+        return Numbers(*self._scalars[index, device].unbind())
+
+    def _finite(self) -> bool:
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        largest = get_total_norm([g for g in grads if g is not None], float("inf"))
+        return bool(torch.isfinite(largest))
+
+    def _skip(self) -> None:
+        self._skipped += 1
+        if not self._told:
+            self._told = True
+            names = [
+                name
+                for name, p in self.engine.parameters.items()
+                if p.grad is not None and not p.grad.isfinite().all()
+            ]
+            logger.warning(
+                "step %d left out: the gradient of %s is not finite. Further ones are only counted "
+                "(skipped_steps)",
+                self.param_groups[0]["step"],
+                ", ".join(names) or "a parameter of a later group",
+            )
+
+    # state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict()` gave, into the tensors that there are.
+
+        Raises:
+            ValueError: it is of other parameters, or of an optimizer with other options.
+        """
+        groups, states = state_dict["param_groups"], state_dict["state"]
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
+            raise ValueError(
+                f"the state has groups of {[len(g['params']) for g in groups]} parameters, this "
+                f"optimizer of {[len(g['params']) for g in self.param_groups]}"
+            )
+        copies: list[tuple[Tensor, Tensor]] = []
+        for saved, group in zip(groups, self.param_groups, strict=True):
+            theirs = saved.get("param_names") or [None] * len(group["params"])
+            mine = group.get("param_names") or theirs
+            for key, parameter, name, own in zip(
+                saved["params"], group["params"], theirs, mine, strict=True
+            ):
+                if name not in (None, own):
+                    raise ValueError(
+                        f"the state is of {name} where this optimizer has {own}: the model's "
+                        "parameters or their order differ"
+                    )
+                copies += _matching(states.get(key, {}), self.state[parameter], own or str(key))
+        for target, value in copies:
+            target.copy_(value)
+        for saved, group in zip(groups, self.param_groups, strict=True):
+            group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
+            group["betas"] = tuple(group["betas"])
+
+    def __getstate__(self):
+        raise TypeError(
+            "a HybridOptimizer cannot be pickled or deep-copied: save state_dict(), and load it "
+            "into an optimizer made of the model"
+        )
+
+
+def _matching(
+    saved: Mapping[str, Any], own: Mapping[str, Tensor], name: str
+) -> Iterable[tuple[Tensor, Tensor]]:
+    """Pairs of a state's tensor and its saved value; a ValueError where they do not fit."""
+    if saved.keys() != own.keys():
+        raise ValueError(
+            f"the state of {name} has {sorted(saved)}, this optimizer has {sorted(own)}: it was "
+            "made with other options, or another layout of the parameter"
+        )
+    for key, tensor in own.items():
+        if saved[key].shape != tensor.shape:
+            raise ValueError(
+                f"the state {key} of {name} has shape {tuple(saved[key].shape)}, expected "
+                f"{tuple(tensor.shape)}"
+            )
+        yield tensor, saved[key]
+
+
+def _options(**given) -> Options:
+    """The options, checked."""
+    options = Options(**given)
+    check_preset(options.preset)
+    lr_factor(options.lr_rule, 1, 1)
+    if options.equalize is not None and not 0 <= options.equalize < 1:
+        raise ValueError(f"equalize is a beta in [0, 1) or None, got {options.equalize}")
+    if options.adam_every < 1:
+        raise ValueError(f"adam_every must be at least 1, got {options.adam_every}")
+    return options
+
+
+def _check_numbers(group: dict[str, Any]) -> None:
+    """Raise a ValueError for a number that no step can be made with."""
+    for name in ("lr", "weight_decay", "eps"):
+        if not group[name] >= 0:
+            raise ValueError(f"{name} must be at least 0, got {group[name]}")
+    betas = {"momentum": group["momentum"]} | dict(enumerate(group["betas"]))
+    for name, beta in betas.items():
+        if not 0 <= beta < 1:
+            what = name if name == "momentum" else f"betas[{name}]"
+            raise ValueError(f"{what} must be in [0, 1), got {beta}")
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
