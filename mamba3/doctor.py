@@ -196,6 +196,7 @@ def _small_cases(sizes: Sizes, draw: _Draw) -> Iterator[Case]:
     for op in (ops.complex_mul, ops.complex_add):
         run = functools.partial(_both_layouts, op)
         yield Case("", op.__name__, numbers, ("a", "b"), run)
+    yield _loss_case(rows, heads * p, draw)
     weight = draw.normal(heads, rank, p)
     streams = {"x": draw.normal(rows, heads, p), "weight": weight}
     yield Case(
@@ -214,6 +215,19 @@ def _small_cases(sizes: Sizes, draw: _Draw) -> Iterator[Case]:
         "", "complex_state_update", update, tuple(update),
         lambda t: {"h": ops.complex_state_update(*t.values())},
     )  # fmt: skip
+
+
+def _loss_case(rows: int, width: int, draw: _Draw) -> Case:
+    """With more logits in a row than the kernel holds at a time, and every fourth not scored."""
+    vocabulary = 10007
+    labels = torch.randint(vocabulary, (rows,), generator=draw.generator)
+    labels[::4] = -100
+    head = {"x": draw.normal(rows, width), "weight": draw.exact(draw.normal(vocabulary, width) / 8)}
+
+    def run(t: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"loss": ops.linear_cross_entropy(**t, labels=labels.to(t["x"].device))}
+
+    return Case("", "linear_cross_entropy", head, tuple(head), run)
 
 
 class _Draw:

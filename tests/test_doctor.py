@@ -7,6 +7,7 @@ from compare import DEVICE
 from mamba3 import cli, doctor
 from mamba3.ops import chunk_scan, scan, step
 from mamba3.ops.triton import gate as gate_kernels
+from mamba3.ops.triton import loss as loss_kernels
 from mamba3.ops.triton import norm as norm_kernels
 from mamba3.ops.triton import scan as scan_kernels
 from mamba3.ops.triton import step as step_kernels
@@ -17,7 +18,7 @@ STEPS = {"step", "step in place"}
 FORMS = {*SCANS, *STEPS, "gate_and_mix"}
 OTHERS = {
     "rms_norm", "add_rms_norm", "complex_mul", "complex_add", "broadcast_streams", "mix_streams",
-    "complex_state_update",
+    "complex_state_update", "linear_cross_entropy",
 }  # fmt: skip
 
 
@@ -116,6 +117,8 @@ def test_a_fault_of_the_scan_kernels_is_found(monkeypatch, failing, name, index,
         (step_kernels, "step", 0, STEPS),
         (gate_kernels, "gate_forward", 0, {"gate_and_mix", "mix_streams"}),
         (gate_kernels, "gate_backward", 0, {"gate_and_mix", "mix_streams"}),
+        (loss_kernels, "cross_entropy", 0, {"linear_cross_entropy"}),
+        (loss_kernels, "cross_entropy", 1, {"linear_cross_entropy"}),
         (norm_kernels, "norm_forward", 0, {"rms_norm", "add_rms_norm"}),
         (norm_kernels, "norm_backward", 1, {"rms_norm", "add_rms_norm"}),
         (

@@ -30,7 +30,10 @@ _STEP_INPLACE = (
     f"{_TENSORS}, Tensor(a!) h, Tensor(b!) phase, Tensor(c!) k, Tensor(d!) x_prev, "
     "Tensor? state_indices, float norm_eps"
 )
-_LOSS = "Tensor x, Tensor weight, Tensor labels, int ignore_index, bool wants_x, bool wants_weight"
+_LOSS = (
+    "Tensor x, Tensor weight, Tensor labels, int ignore_index, bool wants_x, bool wants_weight, "
+    "ScalarType? dtype=None"
+)
 
 
 def scan(
@@ -67,15 +70,13 @@ def step(
     return y, Mamba3State(*after)
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    """`mamba3.ops.linear_cross_entropy` as one op, which finds the gradients with the loss."""
-    # Compiled code runs with autocast off, and has its casts written out.
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        x, weight = (t.to(torch.get_autocast_dtype(device)) for t in (x, weight))
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, dtype: torch.dtype | None
+) -> Tensor:
+    """The sum of all losses as one op, which finds the gradients with it."""
     recorded = torch.is_grad_enabled()
     wanted = recorded and x.requires_grad, recorded and weight.requires_grad
-    return torch.ops.mamba3.linear_cross_entropy(x, weight, labels, ignore_index, *wanted)[0]
+    return torch.ops.mamba3.linear_cross_entropy(x, weight, labels, ignore_index, *wanted, dtype)[0]
 
 
 def _run_scan(*args) -> tuple[Tensor, ...]:
@@ -213,15 +214,15 @@ def _(x, *others):
     schema=f"({_LOSS}) -> (Tensor, Tensor, Tensor)",
 )
 def _loss(x, *others):
-    from .loss import loss_and_gradients
+    from .loss import total_and_gradients
 
     # An op returns tensors only: an empty one stands for a gradient that is not wanted.
-    found = (x.new_empty(0) if t is None else t for t in loss_and_gradients(x, *others))
+    found = (x.new_empty(0) if t is None else t for t in total_and_gradients(x, *others))
     return tuple(_owned(found, [x, *others]))
 
 
 @_loss.register_fake
-def _(x, weight, labels, ignore_index, wants_x, wants_weight):
+def _(x, weight, labels, ignore_index, wants_x, wants_weight, dtype=None):
     wide = torch.promote_types(x.dtype, torch.float32)
     return (
         x.new_empty((), dtype=wide),
@@ -231,7 +232,7 @@ def _(x, weight, labels, ignore_index, wants_x, wants_weight):
 
 
 def _save_loss(ctx, inputs, output):
-    ctx.weight_dtype = inputs[1].dtype
+    ctx.dtypes = inputs[0].dtype, inputs[1].dtype
     ctx.save_for_backward(*output[1:])
 
 
@@ -240,7 +241,7 @@ def _loss_gradients(ctx, grad, *_):
 
     wanted = ctx.needs_input_grad
     kept = (t if want else None for t, want in zip(ctx.saved_tensors, wanted, strict=False))
-    return *scaled(*kept, grad, ctx.weight_dtype), None, None, None, None
+    return *scaled(*kept, grad, ctx.dtypes), *[None] * 5
 
 
 _loss.register_autograd(_loss_gradients, setup_context=_save_loss)

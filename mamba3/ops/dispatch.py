@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 BACKENDS = ("reference", "torch", "triton")
-# The ops without a Triton kernel: under the triton backend they run on the torch path.
-TORCH_ONLY = ("linear_cross_entropy",)
 
 _override: contextvars.ContextVar[str | None] = contextvars.ContextVar("backend", default=None)
 
@@ -38,10 +36,7 @@ def backend(device: torch.device | str | None = None) -> str:
 
 def explain(device: torch.device | str | None = None) -> str:
     """One sentence: which backend is in use on a device, and why; `device` as in `backend`."""
-    name, reason = _choose(_device(device))
-    if name == "triton":
-        reason += f"; {', '.join(TORCH_ONLY)} runs on the torch path"
-    return f"{name}: {reason}"
+    return ": ".join(_choose(_device(device)))
 
 
 def on_kernels(*tensors: Tensor | None) -> bool:

@@ -1,4 +1,4 @@
-"""Compile the scan's kernels for GPUs that are not here, and report what each asks for.
+"""Compile kernels of the scan and the loss for GPUs that are not here; report what each asks for.
 
     python tests/ops/compile_kernels.py CAPABILITY FORM...
     python tests/ops/compile_kernels.py forms LENGTH...
@@ -18,6 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from mamba3.ops.loss import empty_logits
+from mamba3.ops.triton import loss
 from mamba3.ops.triton import scan as launchers
 
 FORMS = {
@@ -26,6 +28,11 @@ FORMS = {
     "siso-float32": {"headdim": 64, "d_state": 128, "angles": 32, "dtype": torch.float32},
     "siso-N256": {"headdim": 128, "d_state": 256, "angles": 64, "dtype": torch.bfloat16},
     "mimo-odd": {"headdim": 6, "d_state": 10, "angles": 3, "dtype": torch.float16, "rank": 3},
+}
+LOSSES = {
+    "loss": {"rows": 4, "vocab": 128256, "dtype": torch.bfloat16},
+    "loss-float32": {"rows": 3, "vocab": 50257, "dtype": torch.float32},
+    "loss-odd": {"rows": 3, "vocab": 21, "dtype": torch.float16},
 }
 TYPES = {
     torch.float32: "*fp32",
@@ -122,9 +129,21 @@ def compile_form(capability: int, headdim, d_state, angles, dtype, rank=1) -> No
     scan.gradients(inputs, chunks, y, states, d_states, tail)
 
 
+def compile_loss(capability: int, rows, vocab, dtype) -> None:
+    """With and without a gradient."""
+    logits = empty_logits(rows, torch.empty(vocab, 1, dtype=dtype))
+    labels, losses = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows)
+    for differentiate in (False, True):
+        args, constants = loss.launch_of(logits, labels, losses, -100, differentiate)
+        Compiler(capability)(loss.cross_entropy_kernel, (rows,), *args, **constants)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "forms":
         print(len(compiled_forms(map(int, sys.argv[2:]))))
         sys.exit()
     for name in sys.argv[2:]:
-        compile_form(int(sys.argv[1]), **FORMS[name])
+        if name in LOSSES:
+            compile_loss(int(sys.argv[1]), **LOSSES[name])
+        else:
+            compile_form(int(sys.argv[1]), **FORMS[name])

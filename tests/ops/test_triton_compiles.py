@@ -1,4 +1,4 @@
-"""The scan's kernels compile for GPUs, and ask for no more shared memory than small ones have."""
+"""Kernels compile for GPUs, and ask for no more shared memory than small ones have."""
 
 import json
 import os
@@ -45,4 +45,12 @@ def test_lengths_and_batches_share_their_compiled_kernels():
 def test_compiles_within_shared_memory(capability, form):
     found = [json.loads(line) for line in run(capability, form)]
     assert {one["kernel"] for one in found} == KERNELS
+    assert max(one["shared"] for one in found) <= 99 * 1024, found
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("form", ["loss", "loss-float32", "loss-odd"])
+def test_loss_compiles_within_shared_memory(capability, form):
+    found = [json.loads(line) for line in run(capability, form)]
+    assert [one["kernel"] for one in found] == ["cross_entropy_kernel"] * 2
     assert max(one["shared"] for one in found) <= 99 * 1024, found
