@@ -199,6 +199,12 @@ class HybridOptimizer(torch.optim.Optimizer):
         """
         group = dict(param_group)
         rule = group.pop("rule", None)
+        # torch wants names in all groups or in none.
+        params = group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        of = f"group {len(self.param_groups)}, parameter"
+        group["params"] = [(f"{of} {i}", p) if isinstance(p, Tensor) else p
+                           for i, p in enumerate(params)]  # fmt: skip
         super().add_param_group(group)
         group = self.param_groups[-1]
         try:
@@ -228,8 +234,7 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     def _members(self, group: dict[str, Any], rule: str | None) -> Iterator[Member]:
         """The pieces of a group's parameters, but for those whose learning rate is 0 for good."""
-        names = group.get("param_names") or [f"parameter {i}" for i in range(len(group["params"]))]
-        for name, parameter in zip(names, group["params"], strict=True):
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
             pieces = self._pieces.get(id(parameter))
             if pieces is None:
                 if rule not in RULES:
@@ -411,16 +416,15 @@ class HybridOptimizer(torch.optim.Optimizer):
         copies: list[tuple[Tensor, Tensor]] = []
         for saved, group in zip(groups, self.param_groups, strict=True):
             theirs = saved.get("param_names") or [None] * len(group["params"])
-            mine = group.get("param_names") or theirs
             for key, parameter, name, own in zip(
-                saved["params"], group["params"], theirs, mine, strict=True
+                saved["params"], group["params"], theirs, group["param_names"], strict=True
             ):
                 if name not in (None, own):
                     raise ValueError(
                         f"the state is of {name} where this optimizer has {own}: the model's "
                         "parameters or their order differ"
                     )
-                copies += _matching(states.get(key, {}), self.state[parameter], own or str(key))
+                copies += _matching(states.get(key, {}), self.state[parameter], own)
         for target, value in copies:
             target.copy_(value)
         for saved, group in zip(groups, self.param_groups, strict=True):

@@ -66,8 +66,9 @@ PRESETS = {
 DEFAULT_PRESET = "polar_express5"
 LR_RULES = ("match_rms", "original", "spectral")
 
-# Added to the norm. 1e-6 would slow layers whose gradients are small; zero must stay zero.
-EPS = 1e-12
+# Least norm to divide by: zero stays zero, and any other matrix reaches the maps at its full size.
+# Added to the norm, a constant would slow layers whose gradients are small.
+LEAST_NORM = 1e-30
 # In Gram space rounding grows with every map that is chained: a new Gram matrix after two, but not
 # for a single last one.
 CHAINED = 2
@@ -168,11 +169,11 @@ def _in_turn(x: Tensor, maps: Maps, margin: float, dtype: torch.dtype, trace_nor
         gram = symmetric_product(x, x)
         wide = torch.promote_types(dtype, torch.float32)
         trace = gram.diagonal(dim1=-2, dim2=-1).to(wide).sum(-1)[:, None, None]
-        inverse = 1 / (margin * trace.sqrt() + EPS)
+        inverse = 1 / (margin * trace.sqrt()).clamp_min(LEAST_NORM)
         # Both factors, one after the other: the square of one may leave the dtype's range.
         x, gram = (x * inverse).to(dtype), (gram * inverse * inverse).to(dtype)
     else:
-        x = (x / (margin * frobenius(x) + EPS)).to(dtype)
+        x = (x / (margin * frobenius(x)).clamp_min(LEAST_NORM)).to(dtype)
     for a, b, c in maps:
         if gram is None:
             gram = symmetric_product(x, x)
@@ -190,7 +191,7 @@ def _in_gram_space(x: Tensor, maps: Maps, margin: float, dtype: torch.dtype) -> 
     half = dtype in (torch.bfloat16, torch.float16)
     inner = torch.float16 if half else dtype
     x_scale, scale = (X_SCALE, GRAM_SCALE) if half else (1.0, 1.0)
-    x = (x * (x_scale / (margin * frobenius(x) + EPS))).to(inner)
+    x = (x * (x_scale / (margin * frobenius(x)).clamp_min(LEAST_NORM))).to(inner)
     starts = range(0, max(len(maps) - 1, 1), CHAINED)
     for first, last in zip(starts, (*starts[1:], len(maps)), strict=True):
         q = None

@@ -92,6 +92,10 @@ class ParamGroupEngine:
     ):
         named = dict(model.named_parameters())
         self.parameters = {name: p for name, p in named.items() if p.requires_grad}
+        self._aliases: dict[str, list[str]] = {}
+        first = {id(p): name for name, p in named.items()}
+        for name, p in model.named_parameters(remove_duplicate=False):
+            self._aliases.setdefault(first[id(p)], []).append(name)
         self.frozen = {name: p for name, p in named.items() if not p.requires_grad}
         if not self.parameters:
             raise ValueError(
@@ -146,7 +150,11 @@ class ParamGroupEngine:
         hits = [
             i
             for i, piece in enumerate(self.pieces)
-            if fnmatch.fnmatchcase(piece.title, plain) or fnmatch.fnmatchcase(piece.name, plain)
+            if any(
+                fnmatch.fnmatchcase(title, plain)
+                for name in self._aliases[piece.name]
+                for title in (name, replace(piece, name=name).title)
+            )
         ]
         if not hits:
             titles = [piece.title for piece in self.pieces]
