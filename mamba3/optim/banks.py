@@ -121,14 +121,16 @@ class MuonBank:
 
     def step(self, gradients: Gradients, numbers: Numbers) -> None:
         """Update the matrices that have a gradient."""
+        for part, grads in self.parts(gradients):
+            u = self.orthogonal(self.momentum(part, grads, numbers))
+            self.apply(part, self.equalized(part, u), numbers)
+
+    def parts(self, gradients: Gradients) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Runs of consecutive matrices that have a gradient, none too large, with these."""
         grads = [gradients(member) for member in self.members]
         limit = max(1, PART_ELEMENTS // (self.shape[1] * self.shape[2]))
         for part in _runs([grad is not None for grad in grads], limit):
-            self.apply(part, self.update(part, grads[part], numbers), numbers)
-
-    def update(self, part: slice, grads: Sequence[Tensor], numbers: Numbers) -> Tensor:
-        """The orthogonal updates of some matrices, whose momentum takes their gradients up."""
-        return self.orthogonal(part, self.momentum(part, grads, numbers))
+            yield part, grads[part]
 
     def momentum(self, part: slice, grads: Sequence[Tensor], numbers: Numbers) -> Tensor:
         """What is to be orthogonalised, (k, m, n)."""
@@ -140,15 +142,18 @@ class MuonBank:
         slow, beta = self.slow[part], options.rails.slow
         return rules.rails_(g, fast, slow, numbers.fast_beta, beta, numbers.share, mu, nesterov)
 
-    def orthogonal(self, part: slice, u: Tensor) -> Tensor:
-        """The orthogonal updates of u, (k, m, n)."""
+    def orthogonal(self, u: Tensor) -> Tensor:
+        """The orthogonal updates of u, (k, m, n): any matrices, no state."""
         options = self.options
         if options.row_equalize:
             u = rules.equalize_rows(u)
-        u = orthogonalize(u, options.preset, dtype=options.dtype, trace_norm=options.trace_norm)
-        if self.lanes is not None:
-            u = rules.equalize_lanes_(u, self.lanes[part], options.equalize)
-        return u
+        return orthogonalize(u, options.preset, dtype=options.dtype, trace_norm=options.trace_norm)
+
+    def equalized(self, part: slice, u: Tensor) -> Tensor:
+        """Orthogonal updates (k, m, n) with their lanes brought to one size, if that is asked."""
+        if self.lanes is None:
+            return u
+        return rules.equalize_lanes_(u, self.lanes[part], self.options.equalize)
 
     def apply(self, part: slice, u: Tensor, numbers: Numbers) -> None:
         """Take updates (k, m, n) from the weights, and decay these."""
@@ -225,7 +230,7 @@ class AdamWList:
 
     def __init__(self, members: Sequence[Member], options: Options):
         self.pieces = [AdamWPiece(member, options) for member in members]
-        self.device = members[0].weight.device
+        self.members, self.device = list(members), members[0].weight.device
 
     def states(self) -> Iterator[tuple[Member, dict[str, Tensor]]]:
         """Every member with its state by name."""
