@@ -112,6 +112,7 @@ def orthogonalize(
     dtype: torch.dtype | None = None,
     trace_norm: bool = False,
     gram: bool | None = None,
+    norm: Tensor | None = None,
 ) -> Tensor:
     """Matrices near U V^T of each matrix U S V^T.
 
@@ -125,6 +126,7 @@ def orthogonalize(
             one product: fewer operations unless the matrices are nearly square. In float16 where
             `dtype` is half precision, so more exact than one map after the other in bfloat16. None
             does it where it pays.
+        norm: Frobenius norms of x, one a matrix, where they are known; they are not computed again.
 
     Returns:
         (..., m, n) in `dtype`. A zero matrix stays zero.
@@ -140,8 +142,7 @@ def orthogonalize(
     if gram and trace_norm:
         raise ValueError("gram takes the norm before the first Gram matrix: leave trace_norm out")
     maps, margin = check_preset(preset)
-    if dtype is None:
-        dtype = torch.bfloat16 if x.is_cuda else torch.promote_types(x.dtype, torch.float32)
+    dtype = product_dtype(x, dtype)
     shape = x.shape
     x = x.reshape(-1, *shape[-2:])
     # All below has the Gram matrix on the left, over the shorter side.
@@ -149,10 +150,17 @@ def orthogonalize(
     if tall:
         x = x.mT
     if gram:
-        x = _in_gram_space(x, maps, margin, dtype)
+        x = _in_gram_space(x, maps, margin, dtype, norm)
     else:
-        x = _in_turn(x, maps, margin, dtype, trace_norm)
+        x = _in_turn(x, maps, margin, dtype, trace_norm, norm)
     return (x.mT if tall else x).reshape(shape)
+
+
+def product_dtype(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype that `orthogonalize` multiplies in, of its arguments of these names."""
+    if dtype is None:
+        return torch.bfloat16 if x.is_cuda else torch.promote_types(x.dtype, torch.float32)
+    return dtype
 
 
 def frobenius(x: Tensor) -> Tensor:
@@ -161,19 +169,36 @@ def frobenius(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)
 
 
-def _in_turn(x: Tensor, maps: Maps, margin: float, dtype: torch.dtype, trace_norm: bool) -> Tensor:
+def _inverse(norm: Tensor, margin: float) -> Tensor:
+    """What matrices (K, m, n) are multiplied by before the maps, (K, 1, 1)."""
+    return 1 / (margin * norm.reshape(-1, 1, 1)).clamp_min(LEAST_NORM)
+
+
+def _scaled(x: Tensor, factor: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """x times a factor, in another dtype, in one pass: with no copy in a wider one in between."""
+    return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
+
+
+def _in_turn(
+    x: Tensor,
+    maps: Maps,
+    margin: float,
+    dtype: torch.dtype,
+    trace_norm: bool,
+    norm: Tensor | None,
+) -> Tensor:
     """The maps one after the other, x (K, k, n) with k <= n."""
     gram = None
-    if trace_norm:
+    if trace_norm and norm is None:
         x = x.to(dtype)
         gram = symmetric_product(x, x)
         wide = torch.promote_types(dtype, torch.float32)
-        trace = gram.diagonal(dim1=-2, dim2=-1).to(wide).sum(-1)[:, None, None]
-        inverse = 1 / (margin * trace.sqrt()).clamp_min(LEAST_NORM)
+        trace = gram.diagonal(dim1=-2, dim2=-1).to(wide).sum(-1)
+        inverse = _inverse(trace.sqrt(), margin)
         # Both factors, one after the other: the square of one may leave the dtype's range.
-        x, gram = (x * inverse).to(dtype), (gram * inverse * inverse).to(dtype)
+        x, gram = _scaled(x, inverse, dtype), (gram * inverse * inverse).to(dtype)
     else:
-        x = (x / (margin * frobenius(x)).clamp_min(LEAST_NORM)).to(dtype)
+        x = _scaled(x, _inverse(frobenius(x) if norm is None else norm, margin), dtype)
     for a, b, c in maps:
         if gram is None:
             gram = symmetric_product(x, x)
@@ -183,7 +208,9 @@ def _in_turn(x: Tensor, maps: Maps, margin: float, dtype: torch.dtype, trace_nor
     return x
 
 
-def _in_gram_space(x: Tensor, maps: Maps, margin: float, dtype: torch.dtype) -> Tensor:
+def _in_gram_space(
+    x: Tensor, maps: Maps, margin: float, dtype: torch.dtype, norm: Tensor | None
+) -> Tensor:
     """The same maps as a few products Q x, Q a polynomial of A = x x^T; x (K, k, n), k <= n.
 
     All polynomials of A are symmetric and commute, so every product among them is symmetric too.
@@ -191,7 +218,7 @@ def _in_gram_space(x: Tensor, maps: Maps, margin: float, dtype: torch.dtype) -> 
     half = dtype in (torch.bfloat16, torch.float16)
     inner = torch.float16 if half else dtype
     x_scale, scale = (X_SCALE, GRAM_SCALE) if half else (1.0, 1.0)
-    x = (x * (x_scale / (margin * frobenius(x)).clamp_min(LEAST_NORM))).to(inner)
+    x = _scaled(x, x_scale * _inverse(frobenius(x) if norm is None else norm, margin), inner)
     starts = range(0, max(len(maps) - 1, 1), CHAINED)
     for first, last in zip(starts, (*starts[1:], len(maps)), strict=True):
         q = None
@@ -205,7 +232,7 @@ def _in_gram_space(x: Tensor, maps: Maps, margin: float, dtype: torch.dtype) -> 
             if i + 1 < last:
                 gram = symmetric_product(z, symmetric_product(z, gram))
         x = q @ x
-    return (x / x_scale).to(dtype) if half else x
+    return _scaled(x, 1 / x_scale, dtype) if half else x
 
 
 def singular_values(s: Sequence[float] | Tensor, preset: str = DEFAULT_PRESET) -> Tensor:
