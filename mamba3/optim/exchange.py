@@ -1,0 +1,347 @@
+"""What ranks exchange in a step of the sharded optimizer: one class for each kind of label.
+
+A slot launches a reduction of local gradients, gives a member's averaged one, and drops its
+buffers:
+
+    launch(found, agreed)    gradient(member)    drop()    launched    members
+
+    code        meaning                                                 shape
+    found       a rank's own gradients, or None, by the id of a member
+    buffer      a bank's gradients, then its weights                    (ranks * each, m, n)
+    mine        the rows of this rank, in place                         (each, m, n)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .banks import Gradients, Member, MuonBank, Numbers, Options
+
+Found = Mapping[int, Tensor | None]
+
+
+class Ranks(NamedTuple):
+    """A process group seen from a rank; collectives return what is to be waited for."""
+
+    group: Any
+    rank: int
+    world: int
+
+    def share(self, count: int) -> tuple[int, slice]:
+        """How many of `count` rows each rank has, padding included; those of this rank."""
+        each = -(-count // self.world)
+        return each, slice(self.rank * each, (self.rank + 1) * each)
+
+    def sum(self, t: Tensor) -> dist.Work:
+        """Sums of all ranks, in place."""
+        return dist.all_reduce(t, dist.ReduceOp.SUM, self.group, async_op=True)
+
+    def largest(self, t: Tensor) -> dist.Work:
+        """The largest of all ranks, in place."""
+        return dist.all_reduce(t, dist.ReduceOp.MAX, self.group, async_op=True)
+
+    def sum_rows(self, mine: Tensor, buffer: Tensor) -> dist.Work:
+        """Sums of all ranks' buffers, of each the rows of the rank that has them."""
+        call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return call(mine, buffer, group=self.group, async_op=True)
+
+    def gather_rows(self, buffer: Tensor, mine: Tensor) -> dist.Work:
+        """All ranks' rows, as bytes: gloo does not know every dtype."""
+        call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        byte = torch.uint8
+        return call(buffer.view(byte), mine.view(byte), group=self.group, async_op=True)
+
+
+class Agreed(NamedTuple):
+    """What all ranks know of a step.
+
+    Fields:
+        present: ids of the members of which some rank has a gradient.
+        finite: whether all gradients are, on all ranks.
+        rows: the rows that some rank has of a sparse table, by the id of its member.
+    """
+
+    present: frozenset[int]
+    finite: bool
+    rows: Mapping[int, Tensor]
+
+
+class Question:
+    """Asks all ranks, in one reduction of bytes, what they have.
+
+    Args:
+        members: all of them.
+        found: this rank's gradients.
+        finite: whether these are, of no dimension; None does not ask.
+        tables: the members that are sparse tables.
+    """
+
+    def __init__(
+        self, members: Sequence[Member], found: Found, finite: Tensor | None,
+        tables: Sequence[Member], ranks: Ranks,
+    ):  # fmt: skip
+        device, byte = members[0].weight.device, torch.uint8
+        self._members, self._tables = members, tables
+        here = [found[id(m)] is not None for m in members]
+        bad = torch.zeros(1, dtype=byte) if finite is None else ~finite.reshape(1)
+        asked = [torch.tensor(here, dtype=byte, device=device), bad.to(device, byte)]
+        for member in tables:
+            grad = found[id(member)]
+            if grad is None:
+                asked.append(torch.zeros(len(member.weight), dtype=byte, device=device))
+            else:
+                asked.append(grad.ne(0).flatten(1).any(1).to(byte))  # NaN is not zero
+        self._bytes = torch.cat(asked)
+        self._work = ranks.largest(self._bytes)
+
+    @cached_property
+    def answer(self) -> Agreed:
+        """Waited for by the host, which is to know whom to step."""
+        self._work.wait()
+        facts, *masks = self._bytes.split([len(self._members) + 1, *map(_rows, self._tables)])
+        *here, bad = facts.tolist()
+        present = frozenset(id(m) for m, yes in zip(self._members, here, strict=True) if yes)
+        ids = map(id, self._tables)
+        return Agreed(present, not bad, dict(zip(ids, (m.bool() for m in masks), strict=True)))
+
+
+def _rows(member: Member) -> int:
+    return len(member.weight)
+
+
+class Flat:
+    """Small gradients: one all-reduce for each dtype and device."""
+
+    def __init__(self, members: Sequence[Member], ranks: Ranks):
+        self.members, self._ranks = list(members), ranks
+        self._sent: list[tuple[list[Member], Tensor, dist.Work]] = []
+        self._averaged: dict[int, Tensor] = {}
+        self.launched = False
+
+    def launch(self, found: Found, question: Question) -> None:
+        """Only what some rank has."""
+        self.launched = True
+        kinds: dict[tuple, list[Member]] = {}
+        for member in self.members:
+            if id(member) in question.answer.present:
+                weight = member.weight
+                kinds.setdefault((weight.dtype, weight.device), []).append(member)
+        for members in kinds.values():
+            flat = torch.cat([_gradient_or_zeros(m, found).flatten() for m in members])
+            self._sent.append((members, flat, self._ranks.sum(flat)))
+
+    def gradient(self, member: Member) -> Tensor:
+        """A member's averaged gradient."""
+        for members, flat, work in self._sent:
+            work.wait()
+            flat.div_(self._ranks.world)
+            for m, part in zip(
+                members, flat.split([m.weight.numel() for m in members]), strict=True
+            ):
+                self._averaged[id(m)] = part.view(m.weight.shape)
+        self._sent.clear()
+        return self._averaged[id(member)]
+
+    def drop(self) -> None:
+        """Forget the gradients."""
+        for _, _, work in self._sent:
+            work.wait()
+        self._sent.clear()
+        self._averaged.clear()
+        self.launched = False
+
+
+class Rows:
+    """A table's gradient, of which the rows that some rank has are exchanged."""
+
+    def __init__(self, member: Member, ranks: Ranks):
+        self.members, self._ranks = [member], ranks
+        self._sent: tuple[Tensor, Tensor, dist.Work] | None = None
+        self.launched = False
+
+    def launch(self, found: Found, question: Question) -> None:
+        """Rows by their numbers, which are the same on every rank."""
+        self.launched = True
+        (member,) = self.members
+        mask = question.answer.rows[id(member)]
+        if id(member) in question.answer.present:
+            ids = mask.nonzero().squeeze(1)
+            rows = _gradient_or_zeros(member, found)[ids]
+            self._sent = ids, rows, self._ranks.sum(rows)
+
+    def gradient(self, member: Member) -> Tensor:
+        """The averaged gradient, of the table's shape."""
+        ids, rows, work = self._sent
+        work.wait()
+        whole = rows.new_zeros(member.weight.shape)
+        whole[ids] = rows.div_(self._ranks.world)
+        self._sent = None
+        return whole
+
+    def drop(self) -> None:
+        """Forget the gradient."""
+        if self._sent is not None:
+            self._sent[2].wait()
+        self._sent = None
+        self.launched = False
+
+
+class BankShare:
+    """A bank of which this rank steps a share, and has the state of that alone.
+
+    The matrices are those of one process, in their order, with zeros after them up to a multiple of
+    the number of ranks.
+    """
+
+    def __init__(self, members: Sequence[Member], options: Options, ranks: Ranks):
+        self.members, self._ranks = list(members), ranks
+        each, self.mine = ranks.share(len(members))
+        piece, weight = members[0].piece, members[0].weight
+        padding = Member(replace(piece, label=""), torch.zeros_like(weight))
+        padded = [*members, *[padding] * (each * ranks.world - len(members))]
+        self._bank = MuonBank(padded[self.mine], options)
+        self.shape = (len(padded), *weight.shape)
+        self.gather = Gather(self.members, self.mine)
+        self.arrived: set[int] = set()
+        self._buffer: Tensor | None = None
+        self._work: dist.Work | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the matrices are."""
+        return self._bank.device
+
+    @property
+    def skips(self) -> bool:
+        """The host knows of a step to be left out, as of whom to step."""
+        return False
+
+    @property
+    def own(self) -> list[Member]:
+        """The matrices of this rank."""
+        return self.members[self.mine]
+
+    @property
+    def launched(self) -> bool:
+        """Whether gradients are on their way, or here."""
+        return self._buffer is not None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all gradients of a backward have arrived."""
+        return self.arrived == {id(member.parameter) for member in self.members}
+
+    def launch(self, found: Found, question: Question | None = None) -> None:
+        """Sum all ranks' gradients, each rank its share."""
+        weight = self.members[0].weight
+        self._buffer = weight.new_empty(self.shape)
+        grads = [found[id(member)] for member in self.members]
+        rows = list(self._buffer.unbind())
+        present = [i for i, grad in enumerate(grads) if grad is not None]
+        absent = [row for i, row in enumerate(rows) if i not in present]
+        if absent:
+            torch._foreach_zero_(absent)
+        if present:
+            torch._foreach_copy_([rows[i] for i in present], [grads[i] for i in present])
+        self._work = self._ranks.sum_rows(self._buffer[self.mine], self._buffer)
+
+    def gradient(self, member: Member) -> Tensor:
+        """A member's averaged gradient; the member is one of this rank's."""
+        if self._work is not None:
+            self._work.wait()
+            self._buffer[self.mine].div_(self._ranks.world)
+            self._work = None
+        return self._buffer[self._place[id(member)]]
+
+    @cached_property
+    def _place(self) -> dict[int, int]:
+        return {id(member): i for i, member in enumerate(self.members)}
+
+    def step(self, gradients: Gradients, numbers: Numbers) -> None:
+        """Step this rank's share, and launch the gather of the weights."""
+        self._bank.step(gradients, numbers)
+        self._settle()
+        buffer, self._buffer = self._buffer, None
+        mine = buffer[self.mine]
+        weights = [member.weight for member in self.own]
+        if weights:
+            torch._foreach_copy_(list(mine[: len(weights)].unbind()), weights)
+        self.gather.launch(buffer, self._ranks.gather_rows(buffer, mine))
+        self.arrived.clear()
+
+    def drop(self) -> None:
+        """Forget the gradients."""
+        self._settle()
+        self._buffer = None
+        self.arrived.clear()
+
+    def _settle(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    # state
+
+    def states(self) -> Iterator[tuple[Member, dict[str, Tensor]]]:
+        """This rank's members with their state by name."""
+        for (_, state), member in zip(self._bank.states(), self.own, strict=False):
+            yield member, state
+
+    def gathered(self) -> Iterator[tuple[Member, dict[str, Tensor]]]:
+        """All members with their state, which all ranks must ask for."""
+        states = [state for _, state in self._bank.states()]
+        whole = {}
+        for name, tensor in states[0].items():
+            mine = torch.stack([state[name] for state in states])
+            whole[name] = mine.new_empty(self.shape[0], *tensor.shape)
+            self._ranks.gather_rows(whole[name], mine).wait()
+        for i, member in enumerate(self.members):
+            yield member, {name: tensor[i].clone() for name, tensor in whole.items()}
+
+    def elsewhere(self) -> Iterator[tuple[Member, dict[str, Tensor]]]:
+        """Other ranks' members, with tensors of the meta device for their state."""
+        _, state = next(self._bank.states())
+        own = set(map(id, self.own))
+        for member in self.members:
+            if id(member) not in own:
+                yield (
+                    member,
+                    {name: torch.empty_like(t, device="meta") for name, t in state.items()},
+                )
+
+
+class Gather:
+    """Weights on their way from the ranks that stepped them; knows nothing of the bank's state."""
+
+    def __init__(self, members: Sequence[Member], mine: slice):
+        self._others = [*enumerate(members)]
+        del self._others[mine]
+        self._sent: tuple[Tensor, dist.Work] | None = None
+
+    def launch(self, buffer: Tensor, work: dist.Work) -> None:
+        """`buffer` will have the weights, once `work` is done."""
+        self._sent = buffer, work
+
+    @torch.no_grad()
+    def finish(self, *_: Any) -> None:
+        """Wait, and write other ranks' matrices; takes what hooks of modules are called with."""
+        if self._sent is None:
+            return
+        buffer, work = self._sent
+        self._sent = None
+        work.wait()
+        if self._others:
+            weights = [member.weight for _, member in self._others]
+            torch._foreach_copy_(weights, [buffer[i] for i, _ in self._others])
+
+
+def _gradient_or_zeros(member: Member, found: Found) -> Tensor:
+    grad = found[id(member)]
+    return torch.zeros_like(member.weight) if grad is None else grad.to(member.weight.dtype)
