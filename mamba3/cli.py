@@ -326,6 +326,13 @@ def _add_eval(commands) -> None:
     _add_model(add)
     add("--data", metavar="FILE.jsonl", help="rows to measure on (the arithmetic curriculum)")
     add("--n", type=int, help="rows of the file (all), or problems of each stage (2000)")
+    add(
+        "--stages",
+        type=int,
+        nargs="+",
+        metavar="STAGE",
+        help="stages of the curriculum (those of the model's recipe, or all)",
+    )
     _add_json(add)
 
 
@@ -344,8 +351,11 @@ def _eval(args) -> None:
     if args.data:
         problems = read_rows(args.data, tokenizer)[: args.n]
     else:
-        stages = [arithmetic.eval_problems(stage, args.n or 2000) for stage in arithmetic.STAGES]
-        problems = [problem for stage in stages for problem in stage]
+        problems = [
+            problem
+            for stage in args.stages or _trained_stages(folder)
+            for problem in arithmetic.eval_problems(stage, args.n or 2000)
+        ]
     result = exact_match(_load(folder, _device(args)), tokenizer, problems)
     if args.json:
         values = result._asdict()
@@ -359,13 +369,26 @@ def _eval(args) -> None:
         print(f"{result.truncated} answers had not ended when they were as long as the longest")
 
 
+def _trained_stages(folder: Path) -> list[int]:
+    """Stages that a model was trained on, as its recipe says; without one, all."""
+    from mamba3.data import arithmetic
+    from mamba3.train import load_recipe
+    from mamba3.train.run import RECIPE_FILE
+
+    recipe = folder / RECIPE_FILE
+    return load_recipe(recipe).data.stages if recipe.is_file() else list(arithmetic.STAGES)
+
+
 # info, list
 
 
 def _add_info(commands) -> None:
-    parser = _command(commands, _info, f"mamba3 info {QUICKSTART_MODEL}")
-    parser.add_argument(
-        "model", metavar="NAME_OR_PATH", help="a name of `mamba3 list`, or a folder"
+    add = _command(commands, _info, f"mamba3 info {QUICKSTART_MODEL} --optimizer").add_argument
+    add("model", metavar="NAME_OR_PATH", help="a name of `mamba3 list`, or a folder")
+    add(
+        "--optimizer",
+        action="store_true",
+        help="show which rule of the hybrid optimizer trains which parameter",
     )
 
 
@@ -375,6 +398,11 @@ def _info(args) -> None:
 
     folder = zoo.resolve(args.model)
     model = zoo.load_model(folder)
+    if args.optimizer:
+        from mamba3.optim import ParamGroupEngine
+
+        print(ParamGroupEngine(model).plan())
+        return
     config = model.config
     weights = list(model.parameters())
     dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in weights})

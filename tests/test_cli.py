@@ -18,6 +18,7 @@ from mamba3.cli import build_parser, main
 from mamba3.data import arithmetic
 from mamba3.data.jsonl import read_rows, split_rows
 from mamba3.eval.exact_match import exact_match, percent
+from mamba3.optim import ParamGroupEngine
 
 ROOT = Path(__file__).parent.parent
 DEBUG = str(ROOT / "configs" / "debug.yaml")
@@ -181,8 +182,19 @@ def test_eval_of_the_curriculum(trained, capsys):
     assert found["exact_match"] == expected.overall
     assert found["per_task"] == expected.per_task
     assert found["n"] == len(problems) == 212
-    assert main(["eval", "--model", trained, "--n", "12"]) == 0
-    assert "exact match on 212 problems" in capsys.readouterr().out
+    assert main(["eval", "--model", trained, "--n", "12", "--stages", "3", "2"]) == 0
+    output = capsys.readouterr().out
+    assert "exact match on 212 problems" in output
+    assert "chain" in output
+    assert "copy" not in output
+
+
+def test_eval_of_a_model_without_a_recipe_is_of_every_stage(trained, tmp_path, capsys):
+    load_model(trained).save_pretrained(tmp_path / "m", tokenizer=load_tokenizer(trained))
+    assert main(["eval", "--model", str(tmp_path / "m"), "--n", "3", "--json"]) == 0
+    tasks = set(last_json(capsys.readouterr().out)["per_task"])
+    assert tasks == {"copy", "reverse", "successor", "compare", "add", "subtract", "plus", "minus",
+                     "chain"}  # fmt: skip
 
 
 def test_eval_of_a_file(trained, rows, capsys):
@@ -219,6 +231,11 @@ def test_info(trained, capsys, monkeypatch):
     assert facts["backend"].startswith("reference: ")
     assert facts["form"] == "SISO, 2 layers of 4 heads"
     assert facts["d_state"] == "16"
+
+
+def test_info_of_the_optimizer(trained, capsys):
+    assert main(["info", trained, "--optimizer"]) == 0
+    assert capsys.readouterr().out == ParamGroupEngine(load_model(trained)).plan() + "\n"
 
 
 @pytest.mark.filterwarnings("default")

@@ -1,4 +1,4 @@
-"""The arithmetic curriculum: stage 1 (digits) and stage 2 (facts).
+"""The arithmetic curriculum: stages 1 (digits), 2 (facts) and 3 (arithmetic without carry).
 
 A problem reads ``PROMPT=ANSWER``; numbers are plain decimal, most significant digit first.
 
@@ -9,6 +9,9 @@ A problem reads ``PROMPT=ANSWER``; numbers are plain decimal, most significant d
     1      compare    120?45   >            "<", "=" or ">" between the two numbers
     2      add        3+9      12           sum of two digits
     2      subtract   3-9      -6           difference of two digits
+    3      plus       312+57   369          sum of numbers of 2 or 3 digits, nothing to carry
+    3      minus      978-45   933          difference, nothing to borrow
+    3      chain      31+57-8  80           a sum and then a difference, neither to carry
 
 Numbers of stage 1 have 1 to 4 digits, each count equally often, and so have their successors (9999
 is not asked). Half of the numbers to succeed end in 9s, and most of those to compare share their
@@ -17,11 +20,13 @@ first digits or are equal, since those are the hard cases.
 What is measured. Stage 1 is split by a hash of the prompt: a tenth of all its problems is held out,
 is never drawn for training at any seed, and is what exact match is measured on. Stage 2 has 200
 problems in all, a table to be known by heart: a fact that was never shown cannot be known, so all
-200 are trained on, and exact match over all 200 measures recall, not generalisation.
+200 are trained on, and exact match over all 200 measures recall, not generalisation. Stage 3 is
+split by the hash, too, and trains on 10,000 problems that are drawn once and stay the same.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -105,12 +110,79 @@ def _subtract(rng: random.Random) -> Problem:
     return rng.choice(_FACTS["subtract"])
 
 
+def _plus(rng: random.Random) -> Problem:
+    a, b = _without_carry(rng)
+    return Problem("plus", f"{a}+{b}", str(a + b))
+
+
+def _minus(rng: random.Random) -> Problem:
+    total, b = _without_borrow(rng, None)
+    return Problem("minus", f"{total}-{b}", str(total - b))
+
+
+def _chain(rng: random.Random) -> Problem:
+    a, b = _without_carry(rng)
+    total, c = _without_borrow(rng, a + b)
+    return Problem("chain", f"{a}+{b}-{c}", str(total - c))
+
+
+def _without_carry(rng: random.Random) -> tuple[int, int]:
+    """Two numbers of 2 or 3 digits, no two digits of one place over 9 together."""
+    while True:
+        a, b = (_number(rng, rng.choice((2, 3))) for _ in range(2))
+        if all(x + y <= 9 for x, y in _places(a, b)):
+            return a, b
+
+
+def _without_borrow(rng: random.Random, total: int | None) -> tuple[int, int]:
+    """Two such numbers, the first `total` if given, no digit of the second over that above it."""
+    while True:
+        a = total or _number(rng, rng.choice((2, 3)))
+        b = _number(rng, rng.choice((2, 3)))
+        if all(x >= y for x, y in _places(a, b)):
+            return a, b
+
+
+def _places(a: int, b: int) -> list[tuple[int, int]]:
+    """The digits of two numbers of up to three, place by place."""
+    return [(int(x), int(y)) for x, y in zip(f"{a:03}", f"{b:03}", strict=True)]
+
+
 # Stage -> its tasks, and how often each is drawn for training: the harder, the more often.
 _TASKS: dict[int, dict[Callable[[random.Random], Problem], int]] = {
     1: {_copy: 2, _reverse: 2, _successor: 3, _compare: 8},
     2: {_add: 1, _subtract: 1},
+    3: {_plus: 2, _minus: 2, _chain: 1},
 }
+# Stages whose training problems are a set of this many, drawn once.
+_FIXED = {3: 10_000}
 STAGES = tuple(_TASKS)
+
+
+@functools.cache
+def training_set(stage: int) -> dict[str, list[Problem]]:
+    """The problems that a stage with a fixed training set is trained on, by task.
+
+    Each is there once, none is held out, and tasks have their shares of the whole.
+    """
+    rng, size = random.Random(f"train/{stage}"), _FIXED[stage]
+    shares = _TASKS[stage]
+    found: dict[str, list[Problem]] = {}
+    for task, share in shares.items():
+        problems: dict[str, Problem] = {}
+        while len(problems) < size * share // sum(shares.values()):
+            if not is_held_out(problem := task(rng)):
+                problems[problem.prompt] = problem
+        found[problem.task] = list(problems.values())
+    return found
+
+
+def _training_tasks(stage: int) -> list[tuple[Callable[[random.Random], Problem], int]]:
+    """What draws a stage's training problems, and how often each is asked."""
+    if stage not in _FIXED:
+        return list(_TASKS[stage].items())
+    draws = [lambda rng, these=these: rng.choice(these) for these in training_set(stage).values()]
+    return list(zip(draws, _TASKS[stage].values(), strict=True))
 
 
 def is_held_out(problem: Problem) -> bool:
@@ -144,7 +216,7 @@ class CurriculumStream:
     def __init__(
         self, stages: Sequence[int], tokenizer: CharTokenizer, *, batch_size: int, seed: int
     ):
-        shares = [item for stage in check_stages(stages) for item in _TASKS[stage].items()]
+        shares = [item for stage in check_stages(stages) for item in _training_tasks(stage)]
         self.tasks, self.weights = zip(*shares, strict=True)
         self.tokenizer, self.batch_size, self.seed = tokenizer, batch_size, seed
 
@@ -168,9 +240,9 @@ def eval_problems(stage: int, n: int, *, seed: int = 0) -> list[Problem]:
     """What exact match of a stage is measured on: each problem once.
 
     Args:
-        stage: 1 or 2.
-        n: for stage 1, the number of held-out problems, spread evenly over the tasks (rounded up).
-            Stage 2 gives its 200 facts, whatever n.
+        stage: one of `STAGES`.
+        n: number of held-out problems, spread evenly over the tasks (rounded up). Stage 2 gives its
+            200 facts, whatever n.
         seed: of the draw.
 
     Raises:

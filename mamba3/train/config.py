@@ -2,7 +2,7 @@
 
 model   architecture, the fields of `Mamba3Config`; vocab_size comes from the tokenizer
 data    which problems, and how many at once
-optim   AdamW and its learning rate over the steps
+optim   the optimizer and its learning rate over the steps
 train   how long, from what, on what, and how often to look and to save
 """
 
@@ -19,6 +19,8 @@ import yaml
 
 from mamba3.config import Mamba3Config, coerce, from_mapping
 from mamba3.data.arithmetic import check_stages
+
+OPTIMIZERS = {"adamw": "AdamW", "hybrid": "Muon and AdamW", "anvil": "ANVIL and AdamW"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +45,12 @@ class DataRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimRecipe:
-    """AdamW and its learning rate: up to `lr` in a line, then down along a cosine.
+    """An optimizer and its learning rate: up to `lr` in a line, then down along a cosine.
 
     Args:
         lr: the highest learning rate.
+        name: "adamw"; "hybrid", Muon for the matrices and AdamW for the rest; or "anvil", the same
+            with the options of `mamba3.optim.ANVIL`.
         warmup_steps: steps up to it.
         decay_steps: the step at which the cosine ends; later steps stay at its end. It does not
             follow train.steps, so that a run can be made longer without changing what it did. None
@@ -54,10 +58,12 @@ class OptimRecipe:
         min_lr_ratio: the end of the cosine over `lr`.
         weight_decay: decoupled decay of the weight matrices; the model exempts the rest.
         beta1, beta2, eps: AdamW's.
+        momentum: of the matrices, for "hybrid" and "anvil".
         grad_clip: largest global norm of the gradient; larger ones are scaled down to it.
     """
 
     lr: float
+    name: str = "adamw"
     warmup_steps: int = 100
     decay_steps: int | None = None
     min_lr_ratio: float = 0.01
@@ -65,11 +71,14 @@ class OptimRecipe:
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
+    momentum: float = 0.95
     grad_clip: float = 1.0
 
     def __post_init__(self):
         _coerce_fields(self)
         _check_at_least(self, 0, "lr", "warmup_steps", "weight_decay")
+        if self.name not in OPTIMIZERS:
+            raise ValueError(f"name must be one of {', '.join(OPTIMIZERS)}, got {self.name!r}")
         if self.grad_clip <= 0:
             raise ValueError(f"grad_clip must be positive, got {self.grad_clip}")
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:

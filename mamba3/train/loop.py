@@ -12,21 +12,20 @@ import torch
 from tqdm import tqdm
 
 from mamba3.data.problems import Batch
-from mamba3.optim.param_groups import param_groups
+from mamba3.optim import ANVIL, HybridOptimizer, param_groups
 from mamba3.train.config import OptimRecipe
 from mamba3.train.log import MetricsLog
 
 
-def make_optimizer(model, optim: OptimRecipe) -> torch.optim.AdamW:
-    """AdamW over the model's parameter groups."""
-    device = next(model.parameters()).device.type
-    return torch.optim.AdamW(
-        param_groups(model, optim.weight_decay),
-        lr=optim.lr,
-        betas=(optim.beta1, optim.beta2),
-        eps=optim.eps,
-        fused=device in ("cpu", "cuda"),
-    )
+def make_optimizer(model, optim: OptimRecipe) -> torch.optim.Optimizer:
+    """The recipe's optimizer over the model's parameters, which say what decays."""
+    numbers = {"lr": optim.lr, "betas": (optim.beta1, optim.beta2), "eps": optim.eps}
+    if optim.name == "adamw":
+        device = next(model.parameters()).device.type
+        groups = param_groups(model, optim.weight_decay)
+        return torch.optim.AdamW(groups, fused=device in ("cpu", "cuda"), **numbers)
+    numbers |= {"weight_decay": optim.weight_decay, "momentum": optim.momentum}
+    return HybridOptimizer(model, **numbers, **(ANVIL if optim.name == "anvil" else {}))
 
 
 def learning_rate(index: int, optim: OptimRecipe) -> float:

@@ -26,7 +26,7 @@ from mamba3.ops.dispatch import default_device
 from mamba3.threads import limited_threads, worthwhile_threads
 from mamba3.train import checkpoint
 from mamba3.train.card import write_card
-from mamba3.train.config import Recipe
+from mamba3.train.config import OPTIMIZERS, Recipe
 from mamba3.train.log import METRICS_FILE, MetricsLog
 from mamba3.train.loop import fit, make_optimizer
 
@@ -198,17 +198,18 @@ class _Run:
         summary = (
             f"Trained with mamba3 on stages {recipe.data.stages} of the arithmetic curriculum: "
             f"{self.step} steps of {recipe.data.batch_size} problems, seed {recipe.train.seed}, "
-            "AdamW. `mamba3 train recipe.yaml --out DIR` with the recipe.yaml of this folder "
-            "trains it again."
+            f"{OPTIMIZERS[recipe.optim.name]}. `mamba3 train recipe.yaml --out DIR` with the "
+            "recipe.yaml of this folder trains it again."
         )
         write_card(
             self.out,
             model=self.model,
             summary=summary,
             measured_on=(
-                "Stage 1 (copy, reverse, successor, compare) is measured on problems that are held "
-                "out by a hash and never trained on. Stage 2 (add, subtract) is a table of 200 "
-                "facts: all are trained on and all are measured, so it is recall."
+                "Stages 1 (copy, reverse, successor, compare) and 3 (plus, minus, chain) are "
+                "measured on problems that are held out by a hash and never trained on. Stage 2 "
+                "(add, subtract) is a table of 200 facts: all are trained on and all are measured, "
+                "so it is recall."
             ),
             results={f"after {self.step} steps": self._evaluate()},
             example="7+8",

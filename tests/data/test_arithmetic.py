@@ -1,5 +1,6 @@
 import json
 import random
+import re
 import subprocess
 import sys
 
@@ -30,7 +31,7 @@ def drawn(stages, n_batches=60, seed=0):
 
 
 def test_answers_are_right():
-    problems = drawn([1, 2]) + eval_problems(1, 400) + eval_problems(2, 1)
+    problems = drawn([1, 2, 3]) + [p for stage in (1, 2, 3) for p in eval_problems(stage, 400)]
     wrong = [p for p in problems if p.answer != right_answer(p.prompt)]
     assert wrong == []
 
@@ -49,9 +50,9 @@ def test_stage_1_covers_its_cases():
 
 
 def test_no_held_out_problem_is_ever_drawn():
-    held_out = {p.prompt for p in eval_problems(1, 2000)}
+    held_out = {p.prompt for stage in (1, 3) for p in eval_problems(stage, 2000)}
     for seed in range(3):
-        assert held_out.isdisjoint(p.prompt for p in drawn([1, 2], seed=seed))
+        assert held_out.isdisjoint(p.prompt for p in drawn([1, 2, 3], seed=seed))
     # A different draw of the held-out problems comes from the same set.
     assert all(is_held_out(p) for p in eval_problems(1, 2000, seed=1))
 
@@ -122,9 +123,28 @@ def test_the_draws_are_pinned():
     ]
     stream = CurriculumStream([1, 2], arithmetic.tokenizer(), batch_size=4, seed=0)
     assert [p.prompt for p in stream.problems(0)] == ["s9", "s9", "877?879", "947?938"]
+    stream = CurriculumStream([3], arithmetic.tokenizer(), batch_size=4, seed=0)
+    assert [p.prompt for p in stream.problems(0)] == ["65+11", "480+101", "603+60", "21+77-84"]
 
 
-@pytest.mark.parametrize("stages", [[], [3], [1, 1], ["1"]])
+def test_stage_3_has_nothing_to_carry_and_ten_thousand_problems():
+    tasks = arithmetic.training_set(3)
+    assert {task: len(those) for task, those in tasks.items()} == {
+        "plus": 4000, "minus": 4000, "chain": 2000,
+    }  # fmt: skip
+    every = [p for those in tasks.values() for p in those]
+    assert len({p.prompt for p in every}) == 10_000
+    for problem in every + eval_problems(3, 300):
+        total, *rest = (int(n) for n in re.findall(r"\d+", problem.prompt))
+        assert {len(str(n)) for n in (total, *rest)} <= {2, 3}
+        for sign, n in zip(re.findall(r"[+-]", problem.prompt), rest, strict=True):
+            for a, b in zip(f"{total:03}", f"{n:03}", strict=True):
+                assert int(a) + int(b) <= 9 if sign == "+" else int(a) >= int(b)
+            total = total + n if sign == "+" else total - n
+    assert {p.prompt for p in drawn([3])} <= {p.prompt for p in every}
+
+
+@pytest.mark.parametrize("stages", [[], [4], [1, 1], ["1"]])
 def test_stages_that_do_not_exist(stages):
     with pytest.raises(ValueError, match="stages must be some of"):
         CurriculumStream(stages, arithmetic.tokenizer(), batch_size=1, seed=0)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from mamba3 import Mamba3LM
 from mamba3.data import arithmetic
 from mamba3.eval.exact_match import exact_match
+from mamba3.optim import HybridOptimizer
 from mamba3.train import loop, train
 from mamba3.train.config import load_recipe
 
@@ -104,13 +105,30 @@ def test_the_card_holds_the_measured_numbers(make_recipe, tmp_path):
     assert "20 steps of 8 problems, seed 0" in card.text
 
 
-def test_10_and_10_steps_are_20(make_recipe, tmp_path, whole_run, read_metrics):
-    out = tmp_path / "halves"
-    train(make_recipe({"train.steps": 10}), out, progress=False)
+@pytest.mark.parametrize("optimizer", ["adamw", "hybrid", "anvil"])
+def test_10_and_10_steps_are_20(make_recipe, tmp_path, read_metrics, optimizer):
+    out, whole = tmp_path / "halves", tmp_path / "whole"
+    name = {"optim.name": optimizer}
+    train(make_recipe(name), whole, progress=False)
+    train(make_recipe(name | {"train.steps": 10}), out, progress=False)
     torch.rand(3)
-    result = train(make_recipe(), out, resume=True, progress=False)
+    result = train(make_recipe(name), out, resume=True, progress=False)
     assert result.steps == 20
-    assert_same_run(out, whole_run, read_metrics)
+    assert_same_run(out, whole, read_metrics)
+
+
+def test_optimizers_are_those_of_the_recipe(make_recipe):
+    for name, cls in (("adamw", torch.optim.AdamW), ("hybrid", HybridOptimizer)):
+        recipe = make_recipe({"optim.name": name, "optim.eps": 1e-5, "optim.weight_decay": 0.3})
+        model = Mamba3LM(recipe.architecture(32))
+        optimizer = loop.make_optimizer(model, recipe.optim)
+        assert type(optimizer) is cls
+        assert optimizer.param_groups[0]["eps"] == 1e-5
+        assert optimizer.param_groups[0]["weight_decay"] == 0.3
+    recipe = make_recipe({"optim.name": "anvil", "optim.momentum": 0.9})
+    anvil = loop.make_optimizer(model, recipe.optim)
+    assert anvil.param_groups[0]["momentum"] == 0.9
+    assert "slow" in anvil.state[model.backbone.layers[0].mixer.out_proj.weight]
 
 
 def test_an_interrupted_run_goes_on_from_its_last_checkpoint(
