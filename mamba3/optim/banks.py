@@ -6,9 +6,9 @@ finds gradients by a function, so that whoever owns the bank decides where they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,8 +59,33 @@ class Member(NamedTuple):
 
     @property
     def weight(self) -> Tensor:
-        """The rows, as a view."""
-        return self.piece.of(self.parameter.detach())
+        """The rows that are on this process, as a view."""
+        return self.rows(self.parameter.detach())
+
+    @property
+    def kind(self) -> tuple:
+        """What the members of a bank share."""
+        p = self.parameter
+        layout = (p.device_mesh, p.placements) if is_dtensor(p) else None
+        return self.piece.shape, p.dtype, p.device, layout
+
+    def rows(self, t: Tensor) -> Tensor:
+        """The rows that are on this process, of the parameter or of its gradient, as a view."""
+        if not is_dtensor(t):
+            return self.piece.of(t)
+        from .dtensor import local_rows
+
+        return local_rows(self.piece, t, self.parameter.placements)
+
+
+def is_dtensor(t: Tensor) -> bool:
+    """Whether a tensor is a DTensor, told without the seconds that it takes to import them."""
+    return hasattr(t, "device_mesh")
+
+
+def local(t: Tensor) -> Tensor:
+    """What of a tensor is on this process."""
+    return t.to_local() if is_dtensor(t) else t
 
 
 # The gradient of a member's rows; None where there is none.
@@ -70,7 +95,7 @@ Gradients = Callable[[Member], Tensor | None]
 def own_gradient(member: Member) -> Tensor | None:
     """The rows of the parameter's own gradient."""
     grad = member.parameter.grad
-    return None if grad is None else member.piece.of(grad)
+    return None if grad is None else member.rows(grad)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -97,21 +122,29 @@ class MuonBank:
         self.lanes = None if options.equalize is None else torch.zeros(lanes, **like)
         bits = {"device": first.device, "dtype": torch.int16}
         self.low = torch.zeros(self.shape, **bits) if options.extra_bits else None
-        factor = lr_factor(options.lr_rule, *first.shape)
-        pieces = [member.piece for member in members]
+        self.lr_mul, self.decay_mul, self.follows, self.own_decay = self.factors(like)
+
+    def factors(self, like: Mapping[str, Any]) -> list[Tensor]:
+        """lr_mul, decay_mul, follows and own_decay of every matrix, (K, 1, 1)."""
+        pieces = [member.piece for member in self.members]
+        factor = lr_factor(self.options.lr_rule, *pieces[0].shape)
         lr_mul = torch.tensor([piece.lr_mul for piece in pieces], dtype=torch.float64)
         follows = torch.tensor([piece.weight_decay is None for piece in pieces])
         own = torch.tensor([piece.weight_decay or 0.0 for piece in pieces], dtype=torch.float64)
         # Decay of matrix k: lr decay_mul[k] (weight_decay follows[k] + own[k]).
-        decay_mul = lr_mul * factor if options.decay_adjusted else lr_mul
-        self.lr_mul, self.decay_mul, self.follows, self.own_decay = (
-            t.to(**like)[:, None, None] for t in (lr_mul * factor, decay_mul, follows, own)
-        )
+        decay_mul = lr_mul * factor if self.options.decay_adjusted else lr_mul
+        every = (lr_mul * factor, decay_mul, follows, own)
+        return [t.to(**like)[:, None, None] for t in every]
 
     @property
     def device(self) -> torch.device:
         """Where the matrices are."""
         return self.fast.device
+
+    @property
+    def limit(self) -> int:
+        """How many matrices are worked on at a time."""
+        return max(1, PART_ELEMENTS // (self.shape[1] * self.shape[2]))
 
     def states(self) -> Iterator[tuple[Member, dict[str, Tensor]]]:
         """Every member with its state by name, as views."""
@@ -128,18 +161,21 @@ class MuonBank:
     def parts(self, gradients: Gradients) -> Iterator[tuple[slice, list[Tensor]]]:
         """Runs of consecutive matrices that have a gradient, none too large, with these."""
         grads = [gradients(member) for member in self.members]
-        limit = max(1, PART_ELEMENTS // (self.shape[1] * self.shape[2]))
-        for part in _runs([grad is not None for grad in grads], limit):
+        for part in _runs([grad is not None for grad in grads], self.limit):
             yield part, grads[part]
 
     def momentum(self, part: slice, grads: Sequence[Tensor], numbers: Numbers) -> Tensor:
         """What is to be orthogonalised, (k, m, n)."""
-        options, fast = self.options, self.fast[part]
-        g = torch.stack(list(grads)).to(fast.dtype)
+        return self.average(part, torch.stack(list(grads)), numbers)
+
+    def average(self, place: slice, g: Tensor, numbers: Numbers) -> Tensor:
+        """Take gradients up into the momentum at a place; returns what is to be orthogonalised."""
+        options, fast = self.options, self.fast[place]
+        g = g.to(fast.dtype)
         mu, nesterov = numbers.momentum, options.nesterov
         if self.slow is None:
             return rules.momentum_(g, fast, numbers.fast_beta, mu, nesterov)
-        slow, beta = self.slow[part], options.rails.slow
+        slow, beta = self.slow[place], options.rails.slow
         return rules.rails_(g, fast, slow, numbers.fast_beta, beta, numbers.share, mu, nesterov)
 
     def orthogonal(self, u: Tensor) -> Tensor:
@@ -158,18 +194,21 @@ class MuonBank:
     def apply(self, part: slice, u: Tensor, numbers: Numbers) -> None:
         """Take updates (k, m, n) from the weights, and decay these."""
         weights = [member.weight for member in self.members[part]]
-        w = torch.stack(weights)
-        w = w.to(self.fast.dtype) if self.low is None else rules.join_bits(w, self.low[part])
-        decay = self.follows[part] * numbers.weight_decay + self.own_decay[part]
+        w = self.changed(part, torch.stack(weights), u, numbers)
+        torch._foreach_copy_(weights, list(w.unbind()))
+
+    def changed(self, place: slice, w: Tensor, u: Tensor, numbers: Numbers) -> Tensor:
+        """The weights w at a place, decayed and less their updates."""
+        w = w.to(self.fast.dtype) if self.low is None else rules.join_bits(w, self.low[place])
+        decay = self.follows[place] * numbers.weight_decay + self.own_decay[place]
         aligned = None
         if self.options.cautious:
-            aligned = u if self.slow is None else self.slow[part]
-        rules.decay_(w, decay * self.decay_mul[part] * numbers.lr, aligned)
-        w.sub_(u * (self.lr_mul[part] * numbers.lr))
+            aligned = u if self.slow is None else self.slow[place]
+        rules.decay_(w, decay * self.decay_mul[place] * numbers.lr, aligned)
+        w.sub_(u * (self.lr_mul[place] * numbers.lr))
         if self.low is not None:
-            w, low = rules.split_bits(w)
-            self.low[part] = low
-        torch._foreach_copy_(weights, list(w.unbind()))
+            w, self.low[place] = rules.split_bits(w)
+        return w
 
 
 class AdamWPiece:
@@ -273,7 +312,11 @@ class AdamWList:
 
 
 def make_bank(members: Sequence[Member], options: Options) -> MuonBank:
-    """The bank for matrices of one shape, dtype and device, by how their parameters are stored."""
+    """The bank for matrices of one kind, by how their parameters are stored."""
+    if is_dtensor(members[0].parameter):
+        from .dtensor import ShardedBank
+
+        return ShardedBank(members, options)
     return MuonBank(members, options)
 
 

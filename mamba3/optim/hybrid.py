@@ -25,6 +25,8 @@ from .banks import (
     MuonBank,
     Numbers,
     Options,
+    is_dtensor,
+    local,
     make_bank,
     own_gradient,
 )
@@ -219,11 +221,10 @@ class HybridOptimizer(torch.optim.Optimizer):
         banks: dict[tuple, list[Member]] = {}
         lists: dict[torch.device, list[Member]] = {}
         for member in members:
-            weight = member.weight
             if member.piece.rule == "muon":
-                banks.setdefault((weight.shape, weight.dtype, weight.device), []).append(member)
+                banks.setdefault(member.kind, []).append(member)
             else:
-                lists.setdefault(weight.device, []).append(member)
+                lists.setdefault(member.parameter.device, []).append(member)
         self._banks.append([make_bank(those, self._options) for those in banks.values()])
         self._lists.append([AdamWList(those, self._options) for those in lists.values()])
         for own in (*self._banks[-1], *self._lists[-1]):
@@ -235,6 +236,10 @@ class HybridOptimizer(torch.optim.Optimizer):
     def _members(self, group: dict[str, Any], rule: str | None) -> Iterator[Member]:
         """The pieces of a group's parameters, but for those whose learning rate is 0 for good."""
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            if is_dtensor(parameter):
+                from .dtensor import Shards
+
+                Shards.of(parameter, name)  # or a ValueError
             pieces = self._pieces.get(id(parameter))
             if pieces is None:
                 if rule not in RULES:
@@ -286,6 +291,11 @@ class HybridOptimizer(torch.optim.Optimizer):
                 f"{', '.join(named)}"
             )
         self._embedding, self._head = named[self.tied.embedding], named[self.tied.head]
+        if self.tied.transposed and is_dtensor(self._head.member.parameter):
+            raise ValueError(
+                f"tied: {self.tied.head} is a DTensor, whose transpose is spread otherwise: store "
+                "embedding and head alike, or leave Tied.transposed out"
+            )
         shapes = [self.tied.turn(self._embedding.average).shape, self._head.average.shape]
         if shapes[0] != shapes[1]:
             raise ValueError(
@@ -379,9 +389,15 @@ class HybridOptimizer(torch.optim.Optimizer):
         return Numbers(*self._scalars[index, device].unbind())
 
     def _finite(self) -> bool:
-        grads = [p.grad for group in self.param_groups for p in group["params"]]
-        largest = get_total_norm([g for g in grads if g is not None], float("inf"))
-        return bool(torch.isfinite(largest))
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        grads = [local(p.grad) for p in parameters if p.grad is not None]
+        largest = get_total_norm([g for g in grads if g.numel()], float("inf"))
+        finite = torch.isfinite(largest)
+        if any(map(is_dtensor, parameters)):
+            from .dtensor import everywhere
+
+            finite = everywhere(finite, parameters)
+        return bool(finite)
 
     def _skip(self) -> None:
         self._skipped += 1
@@ -390,19 +406,33 @@ class HybridOptimizer(torch.optim.Optimizer):
             names = [
                 name
                 for name, p in self.engine.parameters.items()
-                if p.grad is not None and not p.grad.isfinite().all()
+                if p.grad is not None and not local(p.grad).isfinite().all()
             ]
             logger.warning(
                 "step %d left out: the gradient of %s is not finite. Further ones are only counted "
                 "(skipped_steps)",
                 self.param_groups[0]["step"],
-                ", ".join(names) or "a parameter of a later group",
+                ", ".join(names) or "a parameter of a later group, or of another process,",
             )
 
     # state
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; with DTensor parameters of DTensors, and every process must call it."""
+        saved = super().state_dict()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for index, state in saved["state"].items():
+            if is_dtensor(parameter := parameters[index]):
+                from .dtensor import spread_state
+
+                pieces = self._pieces[id(parameter)]
+                saved["state"][index] = spread_state(parameter, pieces, state)
+        return saved
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict()` gave, into the tensors that there are.
+
+        With DTensor parameters every process must call it; whole tensors are taken, too.
 
         Raises:
             ValueError: it is of other parameters, or of an optimizer with other options.
@@ -424,7 +454,12 @@ class HybridOptimizer(torch.optim.Optimizer):
                         f"the state is of {name} where this optimizer has {own}: the model's "
                         "parameters or their order differ"
                     )
-                copies += _matching(states.get(key, {}), self.state[parameter], own)
+                state = states.get(key, {})
+                if is_dtensor(parameter):
+                    from .dtensor import local_state
+
+                    state = local_state(parameter, self._pieces[id(parameter)], state)
+                copies += _matching(state, self.state[parameter], own)
         for target, value in copies:
             target.copy_(value)
         for saved, group in zip(groups, self.param_groups, strict=True):
