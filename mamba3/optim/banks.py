@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from ..ops import dispatch
 from . import rules
-from .orthogonalize import lr_factor, orthogonalize
+from .orthogonalize import lr_factor, orthogonalize, product_dtype
 from .param_groups import Piece
 from .rules import Rails, Scalar
 
@@ -24,13 +25,24 @@ PART_ELEMENTS = 1 << 28
 
 
 class Numbers(NamedTuple):
-    """What changes from step to step, as numbers or as device scalars."""
+    """What changes from step to step, as numbers, or as the elements of one tensor on a device.
+
+    `skip` is 1 in a step that is to change nothing, and 0 in any other, which the host then need
+    not know. What has a true property `skips` heeds it.
+    """
 
     lr: Scalar
     weight_decay: Scalar
     momentum: Scalar
     fast_beta: Scalar
     share: Scalar
+    skip: Scalar = 0.0
+
+    def packed(self, device: torch.device) -> Tensor:
+        """All in one float32 tensor: that which they are elements of, or a new one."""
+        if isinstance(self.lr, Tensor):
+            return self.lr.as_strided((len(self),), (1,))
+        return torch.tensor(self, dtype=torch.float32, device=device)
 
 
 @dataclass(frozen=True)
@@ -142,6 +154,18 @@ class MuonBank:
         return self.fast.device
 
     @property
+    def on_kernels(self) -> bool:
+        """Whether momentum and weights are Triton's to change, which takes weights row by row."""
+        return dispatch.on_kernels(self.fast) and all(
+            member.parameter.is_contiguous() for member in self.members
+        )
+
+    @property
+    def skips(self) -> bool:
+        """Whether steps heed `Numbers.skip`; a class with steps of its own says so itself."""
+        return self.on_kernels and type(self).step is MuonBank.step
+
+    @property
     def limit(self) -> int:
         """How many matrices are worked on at a time."""
         return max(1, PART_ELEMENTS // (self.shape[1] * self.shape[2]))
@@ -155,8 +179,8 @@ class MuonBank:
     def step(self, gradients: Gradients, numbers: Numbers) -> None:
         """Update the matrices that have a gradient."""
         for part, grads in self.parts(gradients):
-            u = self.orthogonal(self.momentum(part, grads, numbers))
-            self.apply(part, self.equalized(part, u), numbers)
+            u = self.orthogonal(*self.momentum_and_norm(part, grads, numbers))
+            self.apply(part, self.equalized(part, u, numbers.skip), numbers)
 
     def parts(self, gradients: Gradients) -> Iterator[tuple[slice, list[Tensor]]]:
         """Runs of consecutive matrices that have a gradient, none too large, with these."""
@@ -166,7 +190,22 @@ class MuonBank:
 
     def momentum(self, part: slice, grads: Sequence[Tensor], numbers: Numbers) -> Tensor:
         """What is to be orthogonalised, (k, m, n)."""
-        return self.average(part, torch.stack(list(grads)), numbers)
+        return self.momentum_and_norm(part, grads, numbers)[0]
+
+    def momentum_and_norm(
+        self, part: slice, grads: Sequence[Tensor], numbers: Numbers
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same, and its norms (k, 1, 1) where they come with it and are of use."""
+        if not self.on_kernels:
+            return self.average(part, torch.stack(list(grads)), numbers), None
+        from .triton.updates import momentum
+
+        dtype = product_dtype(self.fast, self.options.dtype)
+        # float16 holds orthogonal matrices, not gradients; rows are brought to one norm exactly.
+        if dtype == torch.float16 or self.options.row_equalize:
+            dtype = torch.float32
+        norm = not (self.options.trace_norm or self.options.row_equalize)
+        return momentum(self, part, grads, numbers, dtype, norm)
 
     def average(self, place: slice, g: Tensor, numbers: Numbers) -> Tensor:
         """Take gradients up into the momentum at a place; returns what is to be orthogonalised."""
@@ -178,21 +217,30 @@ class MuonBank:
         slow, beta = self.slow[place], options.rails.slow
         return rules.rails_(g, fast, slow, numbers.fast_beta, beta, numbers.share, mu, nesterov)
 
-    def orthogonal(self, u: Tensor) -> Tensor:
-        """The orthogonal updates of u, (k, m, n): any matrices, no state."""
+    def orthogonal(self, u: Tensor, norm: Tensor | None = None) -> Tensor:
+        """The orthogonal updates of u, (k, m, n), of known norms or not: any matrices, no state."""
         options = self.options
         if options.row_equalize:
             u = rules.equalize_rows(u)
-        return orthogonalize(u, options.preset, dtype=options.dtype, trace_norm=options.trace_norm)
+        return orthogonalize(
+            u, options.preset, dtype=options.dtype, trace_norm=options.trace_norm, norm=norm
+        )
 
-    def equalized(self, part: slice, u: Tensor) -> Tensor:
+    def equalized(self, part: slice, u: Tensor, skip: Scalar = 0.0) -> Tensor:
         """Orthogonal updates (k, m, n) with their lanes brought to one size, if that is asked."""
         if self.lanes is None:
             return u
-        return rules.equalize_lanes_(u, self.lanes[part], self.options.equalize)
+        # u is zero in a step that is left out, and 1 is the beta that keeps what there is.
+        beta = 1 - (1 - self.options.equalize) * (1 - skip)
+        return rules.equalize_lanes_(u, self.lanes[part], beta)
 
     def apply(self, part: slice, u: Tensor, numbers: Numbers) -> None:
         """Take updates (k, m, n) from the weights, and decay these."""
+        if self.on_kernels:
+            from .triton.updates import apply
+
+            apply(self, part, u, numbers)
+            return
         weights = [member.weight for member in self.members[part]]
         w = self.changed(part, torch.stack(weights), u, numbers)
         torch._foreach_copy_(weights, list(w.unbind()))
@@ -270,6 +318,12 @@ class AdamWList:
     def __init__(self, members: Sequence[Member], options: Options):
         self.pieces = [AdamWPiece(member, options) for member in members]
         self.members, self.device = list(members), members[0].weight.device
+        self._fused = all(piece.fused and piece.kept is None for piece in self.pieces)
+
+    @property
+    def skips(self) -> bool:
+        """Whether torch's fused kernel makes the steps on a GPU, and heeds `Numbers.skip`."""
+        return self._fused and dispatch.on_kernels(self.pieces[0].average)
 
     def states(self) -> Iterator[tuple[Member, dict[str, Tensor]]]:
         """Every member with its state by name."""
@@ -302,7 +356,8 @@ class AdamWList:
             # A number 0 says that there is nothing to do; 0 in a device scalar would not.
             decay = lr * decay if isinstance(decay, Tensor) or decay else 0.0
             if fused:
-                _fused([piece for piece, _ in those], [g for _, g in those], lr, decay, betas, eps)
+                pieces, grads = zip(*those, strict=True)
+                _fused(pieces, grads, lr, decay, betas, eps, numbers.skip)
                 continue
             for piece, grad in those:
                 piece.step(grad, lr, decay, betas, eps)
@@ -321,14 +376,19 @@ def make_bank(members: Sequence[Member], options: Options) -> MuonBank:
 
 
 def _fused(
-    pieces: list[AdamWPiece],
-    grads: list[Tensor],
+    pieces: Sequence[AdamWPiece],
+    grads: Sequence[Tensor],
     lr: Scalar,
     decay: Scalar,
     betas: tuple[float, float],
     eps: float,
+    skip: Scalar,
 ) -> None:
     weights = [piece.member.weight for piece in pieces]
+    found = None
+    if isinstance(skip, Tensor) or skip:
+        found = torch.as_tensor(skip, dtype=torch.float32, device=weights[0].device)
+        decay = decay * (1 - skip)
     # By itself, since the kernel takes the decay as a number, which a CUDA graph would freeze.
     if isinstance(decay, Tensor) or decay:
         torch._foreach_mul_(weights, 1 - decay)
@@ -341,6 +401,7 @@ def _fused(
         [],
         [piece.count for piece in pieces],
         fused=True,
+        found_inf=found,
         amsgrad=False,
         beta1=betas[0],
         beta2=betas[1],
