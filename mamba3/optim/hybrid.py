@@ -33,6 +33,7 @@ from .banks import (
 from .orthogonalize import DEFAULT_PRESET, check_preset, lr_factor
 from .param_groups import RULES, ParamGroupEngine, Piece, check_rule
 from .rules import Rails
+from .skipped import SkippedSteps
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +158,8 @@ class HybridOptimizer(torch.optim.Optimizer):
             raise ValueError(f"decay {decay!r} is none of {', '.join(DECAYS)}")
         self.engine, self.tied = engine, tied
         self.decay_with_lr, self.skip_nonfinite = decay_with_lr, skip_nonfinite
-        self._skipped, self._told = 0, False
+        device = next(iter(engine.parameters.values())).device
+        self._skipped, self._told = SkippedSteps(device), False
         self._scalars: dict[tuple[int, torch.device], Tensor] = {}
         self._banks: list[list[MuonBank]] = []
         self._lists: list[list[AdamWList]] = []
@@ -177,7 +179,7 @@ class HybridOptimizer(torch.optim.Optimizer):
     @property
     def skipped_steps(self) -> int:
         """Steps that were left out because of gradients that were not finite."""
-        return self._skipped
+        return int(self._skipped)
 
     # groups
 
@@ -231,7 +233,9 @@ class HybridOptimizer(torch.optim.Optimizer):
             for member, state in own.states():
                 self._show(member, state)
             key = len(self.param_groups) - 1, own.device
-            self._scalars[key] = torch.zeros(len(Numbers._fields), device=own.device)
+            self._scalars[key] = torch.zeros(
+                len(Numbers._fields), dtype=torch.float32, device=own.device
+            )
 
     def _members(self, group: dict[str, Any], rule: str | None) -> Iterator[Member]:
         """The pieces of a group's parameters, but for those whose learning rate is 0 for good."""
@@ -347,10 +351,15 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     def advance(self) -> None:
         """Count a step and bring the numbers of the groups, as they are now, to the devices."""
+        if not self._told and self._skipped.any_before():
+            self._tell(
+                "a step before the last one was left out, as a gradient is not finite. The torch "
+                "backend (mamba3.ops.use_backend) says which one"
+            )
         for index, group in enumerate(self.param_groups):
             _check_numbers(group)
             group["step"] += 1
-            values = torch.tensor(self._values(group))
+            values = torch.tensor(self._values(group), dtype=torch.float32)
             for (of, _), scalars in self._scalars.items():
                 if of == index:
                     scalars.copy_(values, non_blocking=True)
@@ -358,8 +367,7 @@ class HybridOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def update(self) -> None:
         """Change weights and state by the gradients and the numbers of the last `advance()`."""
-        if self.skip_nonfinite and not self._finite():
-            self._skip()
+        if self.skip_nonfinite and self._leave_out(self._finite()):
             return
         tied = self._tied_now()
         for index, group in enumerate(self.param_groups):
@@ -385,10 +393,12 @@ class HybridOptimizer(torch.optim.Optimizer):
     def _numbers(self, index: int, device: torch.device) -> Numbers:
         """The same as device scalars at fixed addresses; on a CPU the numbers themselves."""
         if device.type == "cpu":
-            return self._values(self.param_groups[index])
+            skip = float(self._scalars[index, device][-1])
+            return self._values(self.param_groups[index])._replace(skip=skip)
         return Numbers(*self._scalars[index, device].unbind())
 
-    def _finite(self) -> bool:
+    def _finite(self) -> Tensor:
+        """Whether all gradients are finite, on their device."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         grads = [local(p.grad) for p in parameters if p.grad is not None]
         largest = get_total_norm([g for g in grads if g.numel()], float("inf"))
@@ -397,23 +407,38 @@ class HybridOptimizer(torch.optim.Optimizer):
             from .dtensor import everywhere
 
             finite = everywhere(finite, parameters)
-        return bool(finite)
+        return finite
 
-    def _skip(self) -> None:
-        self._skipped += 1
+    def _leave_out(self, finite: Tensor) -> bool:
+        """Count a step whose gradients are not finite; whether the host is to leave it out.
+
+        It need not know where all that steps heeds `Numbers.skip`.
+        """
+        skip = (~finite).float()
+        self._skipped.add(skip)
+        if all(own.skips for those in (*self._banks, *self._lists) for own in those):
+            for scalars in self._scalars.values():
+                Numbers(*scalars.unbind()).skip.copy_(skip)
+            return False
+        if finite:
+            return False
         if not self._told:
-            self._told = True
-            names = [
-                name
-                for name, p in self.engine.parameters.items()
-                if p.grad is not None and not local(p.grad).isfinite().all()
-            ]
-            logger.warning(
-                "step %d left out: the gradient of %s is not finite. Further ones are only counted "
-                "(skipped_steps)",
-                self.param_groups[0]["step"],
-                ", ".join(names) or "a parameter of a later group, or of another process,",
-            )
+            self._tell_which()
+        return True
+
+    def _tell_which(self) -> None:
+        names = [
+            name
+            for name, p in self.engine.parameters.items()
+            if p.grad is not None and not local(p.grad).isfinite().all()
+        ]
+        which = ", ".join(names) or "a parameter of a later group, or of another process,"
+        step = self.param_groups[0]["step"]
+        self._tell(f"step {step} left out: the gradient of {which} is not finite")
+
+    def _tell(self, what: str) -> None:
+        self._told = True
+        logger.warning("%s. Further ones are only counted (skipped_steps)", what)
 
     # state
 
