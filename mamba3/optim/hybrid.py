@@ -229,6 +229,9 @@ class HybridOptimizer(torch.optim.Optimizer):
                 lists.setdefault(member.parameter.device, []).append(member)
         self._banks.append([make_bank(those, self._options) for those in banks.values()])
         self._lists.append([AdamWList(those, self._options) for those in lists.values()])
+        for parameter in group["params"]:
+            # torch.distributed.checkpoint asks for one of every parameter, frozen ones too.
+            self.state.setdefault(parameter, {})
         for own in (*self._banks[-1], *self._lists[-1]):
             for member, state in own.states():
                 self._show(member, state)

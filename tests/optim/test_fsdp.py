@@ -41,7 +41,11 @@ CASES = {
             "row_equalize": True,
             "decay": "cautious",
             "nesterov": False,
-            "overrides": {"*0.mixer.in_proj.weight[x]": {"lr_mul": 0}, "*fc2*": {"lr_mul": 3}},
+            "overrides": {
+                "*0.mixer.in_proj.weight[x]": {"lr_mul": 0},
+                "*0.mlp.fc2*": {"lr_mul": 3},
+                "*1.mlp.fc2*": {"lr_mul": 0},
+            },
         },
         {"is_outproj_norm": True},
     ),
