@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from .banks import Gradients, Member, MuonBank, Numbers, Options, is_dtensor, wide
+from .orthogonalize import product_dtype
 from .param_groups import Piece
 
 Spans = Sequence[tuple[int, int]]
@@ -208,30 +209,27 @@ class ShardedBank(MuonBank):
 
     def together(self, part: slice, u: Tensor) -> Tensor:
         """The rows here of the orthogonal updates of u, which their matrices' owners work out."""
-        rank, world = self.shards.rank, self.shards.world
         spans, homes = self.spans[part], self._homes(part, self.shape[1])
-        mine = slice(part.start + (rank - part.start) % world, part.stop, world)
-        dtype = self.options.dtype or (torch.bfloat16 if u.is_cuda else u.dtype)
-        # The orthogonalisation rounds to bfloat16 anyway. To float16 it does so only after scaling.
-        sent = u.bfloat16() if dtype == torch.bfloat16 else u
-        whole = move(sent.split(self.counts[part]), spans, homes, self.shards)
-        whole = [matrix for matrix in whole if len(matrix)]
+        dtype = product_dtype(u, self.options.dtype)
+        # The products round u to bfloat16 first of all, unless its rows are scaled before.
+        early = dtype == torch.bfloat16 and not self.options.row_equalize
+        sent = (u.to(dtype) if early else u).split(self.counts[part])
+        whole = [t for t in move(sent, spans, homes, self.shards) if len(t)]
         done = u.new_empty(0, *self.shape[1:], dtype=dtype if self.lanes is None else u.dtype)
         if whole:
+            first = part.start + (self.shards.rank - part.start) % self.shards.world
+            mine = slice(first, part.stop, self.shards.world)
             done = self.equalized(mine, self.orthogonal(torch.stack(whole)))
         none, own = done.new_empty(0, self.shape[2]), iter(done)
-        tensors = [next(own) if home[rank][1] else none for home in homes]
+        rows = [next(own) if home[self.shards.rank][1] else none for home in homes]
         if self.lanes is None:
-            return torch.cat(move(tensors, homes, spans, self.shards))
+            return torch.cat(move(rows, homes, spans, self.shards))
+        # Owners' lanes go with the rows, to all.
         lanes = self.lanes[part]
         count, size = lanes.shape
-        everywhere = [[(0, size)] * world] * count
-        moved = move(
-            [*tensors, *lanes],
-            [*homes, *self._homes(part, size)],
-            [*spans, *everywhere],
-            self.shards,
-        )
+        sources = [*homes, *self._homes(part, size)]
+        targets = [*spans, *[[(0, size)] * self.shards.world] * count]
+        moved = move([*rows, *lanes], sources, targets, self.shards)
         lanes.copy_(torch.stack(moved[count:]))
         return torch.cat(moved[:count])
 

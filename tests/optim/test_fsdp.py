@@ -4,6 +4,8 @@ On CPUs, and where there are as many GPUs as processes on these. In float64, so 
 left between the two is the order of sums.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -112,6 +114,11 @@ def facts(model, optimizer):
 
 def assert_same(trained, reference, what):
     assert_close(facts(*trained), facts(*reference), TOLERANCE, what)
+    got, expected = (
+        [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        for _, optimizer in (trained, reference)
+    )
+    assert got == expected, what
 
 
 def meshes(rank, world, folder):
@@ -150,7 +157,7 @@ def two(rank, world, folder):
         train(*reference, range(SAVED))
         assert_same((model, optimizer), reference, f"{other}")
     check_nonfinite(mesh, rank, world)
-    check_extra_bits(mesh)
+    check_extra_bits(mesh, folder)
     check_placements(mesh)
     dist.destroy_process_group()
 
@@ -185,18 +192,24 @@ def load(model, optimizer, path):
 
 
 def check_whole_states(case, trained, reference, mesh):
-    """Whole tensors come out as one process has them, and go in."""
-    options = StateDictOptions(full_state_dict=True)
-    weights = reference[0].state_dict()
-    model, optimizer = made(case, mesh)
-    set_model_state_dict(model, weights, options=options)
-    state = get_optimizer_state_dict(*trained, options=options)
-    set_optimizer_state_dict(model, optimizer, state, options=options)
-    assert_same((model, optimizer), reference, f"{case}, through set_optimizer_state_dict")
-    model, optimizer = made(case, mesh)
-    set_model_state_dict(model, weights, options=options)
-    optimizer.load_state_dict(reference[1].state_dict())
-    assert_same((model, optimizer), reference, f"{case}, through load_state_dict")
+    """State goes in as it comes out: whole tensors, flattened names, one process's own."""
+
+    def assert_loaded(how, load_into):
+        model, optimizer = made(case, mesh)
+        set_model_state_dict(model, reference[0].state_dict(), options=whole_tensors)
+        load_into(model, optimizer)
+        assert_same((model, optimizer), reference, f"{case}, {how}")
+        return optimizer
+
+    whole_tensors = StateDictOptions(full_state_dict=True)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    for options in (whole_tensors, flat):
+        state = get_optimizer_state_dict(*trained, options=options)
+        assert_loaded(
+            options, partial(set_optimizer_state_dict, optim_state_dict=state, options=options)
+        )
+    state = reference[1].state_dict()
+    optimizer = assert_loaded("one process", lambda _, new: new.load_state_dict(state))
     for turn, error in {(lambda t: t[1:]): "has shape", (lambda t: None): "other options"}.items():
         saved = reference[1].state_dict()
         first = saved["state"][0] | {"z.momentum": turn(saved["state"][0]["z.momentum"])}
@@ -218,7 +231,7 @@ def check_nonfinite(mesh, rank, world):
     assert optimizer.skipped_steps == 1
 
 
-def check_extra_bits(mesh):
+def check_extra_bits(mesh, folder):
     """bfloat16 weights and their low halves, bit for bit, under gradients that both are given."""
     options = {"extra_bits": True, "equalize": 0.9}
     plain = model_of(mesh.device_type).bfloat16()
@@ -231,11 +244,16 @@ def check_extra_bits(mesh):
             q.grad = distribute_tensor(p.grad, mesh, q.placements)
         for _, optimizer in both:
             optimizer.step()
-    expected, got = (facts(*each) for each in both)
-    assert got.keys() == expected.keys()
-    assert any(t.count_nonzero() for name, t in got.items() if name.endswith("low"))
-    for name, t in expected.items():
-        assert got[name].equal(t.to(got[name].dtype)), name
+    save(*both[1], f"{folder}/bits")
+    other = spread(model_of(mesh.device_type).bfloat16(), mesh)
+    both.append((other, optimizer_of(other, **options)))
+    load(*both[2], f"{folder}/bits")
+    expected, *found = (facts(*each) for each in both)
+    assert any(t.count_nonzero() for name, t in expected.items() if name.endswith("low"))
+    for got in found:
+        assert got.keys() == expected.keys()
+        for name, t in expected.items():
+            assert got[name].equal(t.to(got[name].dtype)), name
 
 
 def check_placements(mesh):
