@@ -1,5 +1,6 @@
 """Optimizers and the routing of parameters to them."""
 
+from .distributed import Replicated, Sharded
 from .hybrid import ANVIL, HybridOptimizer, Tied
 from .orthogonalize import PRESETS, orthogonalize
 from .param_groups import ParamGroupEngine, param_groups
@@ -11,6 +12,8 @@ __all__ = [
     "HybridOptimizer",
     "ParamGroupEngine",
     "Rails",
+    "Replicated",
+    "Sharded",
     "Tied",
     "orthogonalize",
     "param_groups",

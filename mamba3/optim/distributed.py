@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from .banks import (
     AdamWList,
@@ -176,13 +175,16 @@ class Alone:
 
 # next to DDP
 
+# A gather, and what to do once it is done.
+Pending = tuple[dist.Work, Callable[[], None]]
+
 
 class Replicas(Alone):
     """Of every part of a bank, each rank orthogonalises a share."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
-        self.pending: tuple[dist.Work, Callable[[], None]] | None = None
+        self.pending: Pending | None = None
 
     def bank(self, members: Sequence[Member], options: Options) -> MuonBank:
         _check_plain(members)
@@ -191,8 +193,8 @@ class Replicas(Alone):
     def end(self) -> None:
         self.push(None)
 
-    def push(self, pending: tuple[dist.Work, Callable[[], None]] | None) -> None:
-        """A gather, and what to do after it, once the next has been launched."""
+    def push(self, pending: Pending | None) -> None:
+        """Finish what was launched before; by now the device has work to do meanwhile."""
         before, self.pending = self.pending, pending
         if before is not None:
             before[0].wait()
@@ -208,19 +210,17 @@ class ReplicatedBank(MuonBank):
 
     def step(self, gradients: Gradients, numbers: Numbers) -> None:
         for part, grads in self.parts(gradients):
-            self.mode.push(self._launch(part, self.momentum(part, grads, numbers), numbers))
+            self.mode.push(self._launch(part, grads, numbers))
 
-    def _launch(self, part: slice, u: Tensor, numbers: Numbers):
-        ranks, count = self.mode.ranks, len(u)
-        each, rows = ranks.share(count)
-        mine = u[rows]
-        if len(mine) < each:
-            mine = F.pad(mine, (0, 0, 0, 0, 0, each - len(mine)))
-        mine = self.orthogonal(mine).contiguous()
-        buffer = mine.new_empty(ranks.world * each, *mine.shape[1:])
+    def _launch(self, part: slice, grads: Sequence[Tensor], numbers: Numbers) -> Pending:
+        ranks, count = self.mode.ranks, len(grads)
+        u, norm = self.momentum_and_norm(part, grads, numbers)
+        norm = None if norm is None else ranks.padded(norm)
+        mine = self.orthogonal(ranks.padded(u), norm).contiguous()
+        buffer = mine.new_empty(ranks.world * len(mine), *mine.shape[1:])
 
         def apply() -> None:
-            self.apply(part, self.equalized(part, buffer[:count]), numbers)
+            self.apply(part, self.equalized(part, buffer[:count], numbers.skip), numbers)
 
         return ranks.gather_rows(buffer, mine), apply
 
@@ -240,7 +240,7 @@ class Shares(Alone):
         self._question: Question | None = None
         self._made: list[BankShare] = []
         self._planned = 0
-        self._slot_of: dict[int, Any] = {}
+        self._labels: dict[int, str] = {}
         self._owners: dict[int, list[nn.Module]] = {}
         for module in () if model is None else model.modules():
             for parameter in module._parameters.values():
@@ -279,11 +279,11 @@ class Shares(Alone):
             if label in self.banks:
                 continue
             if label in setting.deferred:
-                _wait_before_reads(bank, self._owners, label)
+                self._wait_before_reads(label, bank)
             if setting.overlap:
                 self._launch_when_complete(bank)
         self.banks, self._planned = banks, len(works)
-        self._slot_of = {id(m): slot for slot in self.slots.values() for m in slot.members}
+        self._labels = {id(m): label for label, slot in self.slots.items() for m in slot.members}
         self._check_equal([m for _, those in works for m in those.members])
 
     def _order(self, name: str, default: list[str]) -> list[str]:
@@ -303,6 +303,17 @@ class Shares(Alone):
                 f"{', '.join(default)}"
             )
         return list(given)
+
+    def _wait_before_reads(self, label: str, bank: BankShare) -> None:
+        """Have the modules that own a bank's weights wait for its gather."""
+        for member in bank.members:
+            if id(member.parameter) not in self._owners:
+                raise ValueError(
+                    f"deferred: no module is known to own {member.piece.title}, of {label}: give "
+                    "the optimizer the model, or leave the label out"
+                )
+            for module in self._owners.pop(id(member.parameter)):
+                bank.gather.before_reads(module)
 
     def _check_equal(self, members: list[Member]) -> None:
         """Raise a ValueError where ranks have other weights: they would go on with these."""
@@ -338,8 +349,8 @@ class Shares(Alone):
         return self._averaged
 
     def ordered(self, works: Works) -> Works:
-        place = {id(self.slots[label]): i for i, label in enumerate(self.work_order)}
-        return sorted(works, key=lambda work: place[id(self._slot_of[id(work[1].members[0])])])
+        place = {label: i for i, label in enumerate(self.work_order)}
+        return sorted(works, key=lambda work: place[self._labels[id(work[1].members[0])]])
 
     def end(self) -> None:
         for label in self.work_order:
@@ -361,7 +372,7 @@ class Shares(Alone):
         """A member's gradient, averaged; None where no rank has one."""
         if id(member) not in self._question.answer.present:
             return None
-        return self._slot_of[id(member)].gradient(member)
+        return self.slots[self._labels[id(member)]].gradient(member)
 
     # reductions in the backward
 
@@ -419,17 +430,3 @@ def _check_sparse(names: Sequence[str], tables: dict[str, Rows], members: list[M
             f"sparse: AdamW trains no table {', '.join(unknown)}; what it trains that has rows: "
             f"{', '.join(sorted(known)) or 'nothing'}"
         )
-
-
-def _wait_before_reads(bank: BankShare, owners: dict[int, list[nn.Module]], label: str) -> None:
-    """Have the modules that own a bank's weights wait for its gather."""
-    for parameter in {id(m.parameter): m.parameter for m in bank.members}.values():
-        if id(parameter) not in owners:
-            raise ValueError(
-                f"deferred: {label} has a parameter that no module is known to own: give the "
-                "optimizer the model, or leave the label out"
-            )
-        for module in owners[id(parameter)]:
-            module.register_forward_pre_hook(bank.gather.finish)
-            module.register_state_dict_pre_hook(bank.gather.finish)
-            module.register_load_state_dict_pre_hook(bank.gather.finish)

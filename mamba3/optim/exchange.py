@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from .banks import Gradients, Member, MuonBank, Numbers, Options
 
@@ -38,6 +38,12 @@ class Ranks(NamedTuple):
         """How many of `count` rows each rank has, padding included; those of this rank."""
         each = -(-count // self.world)
         return each, slice(self.rank * each, (self.rank + 1) * each)
+
+    def padded(self, t: Tensor) -> Tensor:
+        """This rank's rows of t, with zeros for padding."""
+        each, rows = self.share(len(t))
+        t = t[rows]
+        return t if len(t) == each else torch.cat([t, t.new_zeros(each - len(t), *t.shape[1:])])
 
     def sum(self, t: Tensor) -> dist.Work:
         """Sums of all ranks, in place."""
@@ -164,6 +170,7 @@ class Rows:
     def __init__(self, member: Member, ranks: Ranks):
         self.members, self._ranks = [member], ranks
         self._sent: tuple[Tensor, Tensor, dist.Work] | None = None
+        self._averaged: Tensor | None = None
         self.launched = False
 
     def launch(self, found: Found, question: Question) -> None:
@@ -178,18 +185,19 @@ class Rows:
 
     def gradient(self, member: Member) -> Tensor:
         """The averaged gradient, of the table's shape."""
-        ids, rows, work = self._sent
-        work.wait()
-        whole = rows.new_zeros(member.weight.shape)
-        whole[ids] = rows.div_(self._ranks.world)
-        self._sent = None
-        return whole
+        if self._sent is not None:
+            ids, rows, work = self._sent
+            work.wait()
+            self._averaged = rows.new_zeros(member.weight.shape)
+            self._averaged[ids] = rows.div_(self._ranks.world)
+            self._sent = None
+        return self._averaged
 
     def drop(self) -> None:
         """Forget the gradient."""
         if self._sent is not None:
             self._sent[2].wait()
-        self._sent = None
+        self._sent = self._averaged = None
         self.launched = False
 
 
@@ -324,6 +332,12 @@ class Gather:
         self._others = [*enumerate(members)]
         del self._others[mine]
         self._sent: tuple[Tensor, dist.Work] | None = None
+
+    def before_reads(self, module: nn.Module) -> None:
+        """Have the module that owns weights wait for them."""
+        module.register_forward_pre_hook(self.finish)
+        module.register_state_dict_pre_hook(self.finish)
+        module.register_load_state_dict_pre_hook(self.finish)
 
     def launch(self, buffer: Tensor, work: dist.Work) -> None:
         """`buffer` will have the weights, once `work` is done."""

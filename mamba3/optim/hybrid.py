@@ -27,9 +27,9 @@ from .banks import (
     Options,
     is_dtensor,
     local,
-    make_bank,
     own_gradient,
 )
+from .distributed import Replicated, Sharded, bank_labels, distribution
 from .orthogonalize import DEFAULT_PRESET, check_preset, lr_factor
 from .param_groups import RULES, ParamGroupEngine, Piece, check_rule
 from .rules import Rails
@@ -101,6 +101,8 @@ class HybridOptimizer(torch.optim.Optimizer):
         tied: an embedding and a head that are stored apart.
         skip_nonfinite: a step with a NaN or infinite gradient changes nothing, and is counted.
         dtype: of the orthogonalisation; None is bfloat16 on a GPU, float32 elsewhere.
+        distributed: how many ranks share the work: `Replicated()` next to DDP, `Sharded()` in its
+            place; None knows of no other rank.
 
     Raises:
         ValueError: options out of range or of no meaning for these parameters.
@@ -145,6 +147,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         tied: Tied | None = None,
         skip_nonfinite: bool = True,
         dtype: torch.dtype | None = None,
+        distributed: Replicated | Sharded | None = None,
     ):
         engine = model if isinstance(model, ParamGroupEngine) else None
         engine = engine or ParamGroupEngine(model, overrides, split=split)
@@ -161,6 +164,10 @@ class HybridOptimizer(torch.optim.Optimizer):
         device = next(iter(engine.parameters.values())).device
         self._skipped, self._told = SkippedSteps(device), False
         self._scalars: dict[tuple[int, torch.device], Tensor] = {}
+        self._mode = distribution(distributed, model)
+        # A GradScaler leaves out the step of one rank alone, for which the others would wait; but
+        # hands steps to who says this, and so can be refused.
+        self._step_supports_amp_scaling = isinstance(distributed, Sharded)
         self._banks: list[list[MuonBank]] = []
         self._lists: list[list[AdamWList]] = []
         self._pieces = {id(engine.parameters[p.name]): engine.of(p.name) for p in engine.pieces}
@@ -171,6 +178,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         super().__init__(self._groups(), defaults)
         self._check_extra_bits()
         self._tie()
+        self._mode.plan(self._works())
 
     def plan(self) -> str:
         """The table of `ParamGroupEngine.plan`."""
@@ -180,6 +188,11 @@ class HybridOptimizer(torch.optim.Optimizer):
     def skipped_steps(self) -> int:
         """Steps that were left out because of gradients that were not finite."""
         return int(self._skipped)
+
+    @property
+    def bank_labels(self) -> tuple[str, ...]:
+        """Names of the banks of same-shape matrices, count x rows x columns, for `Sharded`."""
+        return tuple(bank_labels(bank for banks in self._banks for bank in banks))
 
     # groups
 
@@ -221,13 +234,14 @@ class HybridOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         banks: dict[tuple, list[Member]] = {}
-        lists: dict[torch.device, list[Member]] = {}
+        lists: dict[tuple, list[Member]] = {}
         for member in members:
             if member.piece.rule == "muon":
                 banks.setdefault(member.kind, []).append(member)
             else:
-                lists.setdefault(member.parameter.device, []).append(member)
-        self._banks.append([make_bank(those, self._options) for those in banks.values()])
+                kind = member.parameter.device, self._mode.label(member)
+                lists.setdefault(kind, []).append(member)
+        self._banks.append([self._mode.bank(those, self._options) for those in banks.values()])
         self._lists.append([AdamWList(those, self._options) for those in lists.values()])
         for parameter in group["params"]:
             # torch.distributed.checkpoint asks for one of every parameter, frozen ones too.
@@ -265,9 +279,7 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     def _show(self, member: Member, state: dict[str, Tensor]) -> None:
         """Make a piece's state that of its parameter, as everyone reads it."""
-        label = member.piece.label
-        named = {f"{label}.{name}" if label else name: t for name, t in state.items()}
-        self.state[member.parameter].update(named)
+        self.state[member.parameter].update(_named(member, state))
 
     def _adamw_pieces(self) -> Iterator[AdamWPiece]:
         for lists in self._lists:
@@ -344,6 +356,11 @@ class HybridOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step; `closure`, if given, computes the loss and the gradients first."""
+        if getattr(self, "found_inf", None) is not None:
+            raise RuntimeError(
+                "a GradScaler knows the gradients of one rank, Sharded steps with those of all: "
+                "train in bfloat16 without a scaler, or with DDP and Replicated"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -370,18 +387,31 @@ class HybridOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def update(self) -> None:
         """Change weights and state by the gradients and the numbers of the last `advance()`."""
-        if self.skip_nonfinite and self._leave_out(self._finite()):
+        works, mode = self._works(), self._mode
+        finite = mode.begin(works, self._gradient, self._finite() if self.skip_nonfinite else None)
+        if finite is not None and self._leave_out(finite):
+            mode.end()
             return
-        tied = self._tied_now()
-        for index, group in enumerate(self.param_groups):
-            for bank in self._banks[index]:
-                bank.step(self._gradient, self._numbers(index, bank.device))
-            active = group["step"] % self._options.adam_every == 0
-            for those in self._lists[index]:
-                numbers = self._numbers(index, those.device)
-                those.step(self._gradient, numbers, group["betas"], group["eps"], active)
+        tied, gradients = self._tied_now(), mode.gradients(self._gradient)
+        for index, those in mode.ordered(works):
+            group, numbers = self.param_groups[index], self._numbers(index, those.device)
+            if isinstance(those, AdamWList):
+                active = group["step"] % self._options.adam_every == 0
+                those.step(gradients, numbers, group["betas"], group["eps"], active)
+            else:
+                those.step(gradients, numbers)
+        mode.end()
         if tied:
             self._copy_head()
+
+    def wait(self) -> None:
+        """Bring parameters up to date that `Sharded.deferred` has left on their way."""
+        self._mode.wait()
+
+    def _works(self) -> list[tuple[int, MuonBank | AdamWList]]:
+        """What is stepped, with the number of its group."""
+        both = enumerate(zip(self._banks, self._lists, strict=True))
+        return [(i, those) for i, (banks, lists) in both for those in (*banks, *lists)]
 
     def _values(self, group: dict[str, Any]) -> Numbers:
         """The numbers of a group's step."""
@@ -446,9 +476,17 @@ class HybridOptimizer(torch.optim.Optimizer):
     # state
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; with DTensor parameters of DTensors, and every process must call it."""
+        """As torch's. Every process must call it if `Sharded`; it then has the state of all ranks.
+
+        The same with DTensor parameters, whose state is of DTensors.
+        """
+        self.wait()
         saved = super().state_dict()
         parameters = [p for group in self.param_groups for p in group["params"]]
+        places = {id(parameter): i for i, parameter in enumerate(parameters)}
+        for member, state in self._mode.gathered():
+            place = places[id(member.parameter)]
+            saved["state"][place] = saved["state"].get(place, {}) | _named(member, state)
         for index, state in saved["state"].items():
             if is_dtensor(parameter := parameters[index]):
                 from .dtensor import spread_state
@@ -471,6 +509,9 @@ class HybridOptimizer(torch.optim.Optimizer):
                 f"the state has groups of {[len(g['params']) for g in groups]} parameters, this "
                 f"optimizer of {[len(g['params']) for g in self.param_groups]}"
             )
+        elsewhere: dict[int, dict[str, Tensor]] = {}
+        for member, state in self._mode.elsewhere():
+            elsewhere.setdefault(id(member.parameter), {}).update(_named(member, state))
         copies: list[tuple[Tensor, Tensor]] = []
         for saved, group in zip(groups, self.param_groups, strict=True):
             theirs = saved.get("param_names") or [None] * len(group["params"])
@@ -487,9 +528,10 @@ class HybridOptimizer(torch.optim.Optimizer):
                     from .dtensor import local_state
 
                     state = local_state(parameter, self._pieces[id(parameter)], state)
-                copies += _matching(state, self.state[parameter], own)
+                mine = self.state[parameter] | elsewhere.get(id(parameter), {})
+                copies += _matching(state, mine, own)
         for target, value in copies:
-            target.copy_(value)
+            target.copy_(value)  # no more than a check where the target is on another rank
         for saved, group in zip(groups, self.param_groups, strict=True):
             group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
             group["betas"] = tuple(group["betas"])
@@ -499,6 +541,12 @@ class HybridOptimizer(torch.optim.Optimizer):
             "a HybridOptimizer cannot be pickled or deep-copied: save state_dict(), and load it "
             "into an optimizer made of the model"
         )
+
+
+def _named(member: Member, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A piece's state by the names that it has in its parameter's."""
+    label = member.piece.label
+    return {f"{label}.{name}" if label else name: t for name, t in state.items()}
 
 
 def _matching(
