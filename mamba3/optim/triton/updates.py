@@ -113,7 +113,8 @@ def _apply_kernel(
     if CAUTIOUS:
         aligned = tl.load(slow_ptr + own, here, 0.0) if RAILS else u
         keep = tl.where(aligned * w >= 0, keep, 1.0)
-    w = w * keep - u * (lr * tl.load(lr_mul_ptr + first + k))
+    # Written out, since compilers may fuse the one product or the other.
+    w = tl.fma(w, keep, -u * (lr * tl.load(lr_mul_ptr + first + k)))
 
     here &= i < tl.where(tl.load(numbers_ptr + 5) == 0, rows, 0)
     if LOW:
