@@ -111,6 +111,9 @@ class HybridOptimizer(torch.optim.Optimizer):
     place. Parameter groups hold numbers, which schedulers may change between steps: lr,
     weight_decay, momentum, betas, eps.
 
+    Parameters may be DTensors spread by rows, as `fully_shard(model)` makes them before the optimizer
+    is made: `state` then holds this process's rows, and `state_dict()` DTensors.
+
     To capture steps in a CUDA graph, call `advance()` before every replay, and `update()` inside.
 
     Example:

@@ -4,6 +4,7 @@ On CPUs, and where there are as many GPUs as processes on these. In float64, so 
 left between the two is the order of sums.
 """
 
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -128,7 +129,13 @@ def meshes(rank, world, folder):
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}[device]
-    dist.init_process_group(backend, f"file://{folder}/{world}", rank=rank, world_size=world)
+    dist.init_process_group(
+        backend,
+        f"file://{folder}/{world}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),  # processes that part ways would wait for one another
+    )
     names = ("replicas", "rows")
     return (
         init_device_mesh(device, (world,)),
