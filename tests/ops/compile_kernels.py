@@ -1,4 +1,4 @@
-"""Compile kernels of the scan and the loss for GPUs that are not here; report what each asks for.
+"""Compile kernels of scan, loss and optimizer for GPUs that are not here; report what each needs.
 
     python tests/ops/compile_kernels.py CAPABILITY FORM...
     python tests/ops/compile_kernels.py forms LENGTH...
@@ -21,6 +21,10 @@ from triton.compiler import ASTSource
 from mamba3.ops.loss import empty_logits
 from mamba3.ops.triton import loss
 from mamba3.ops.triton import scan as launchers
+from mamba3.optim import Rails
+from mamba3.optim.banks import Member, MuonBank, Numbers, Options
+from mamba3.optim.param_groups import Piece
+from mamba3.optim.triton import updates
 
 FORMS = {
     "siso": {"headdim": 64, "d_state": 128, "angles": 32, "dtype": torch.bfloat16},
@@ -33,6 +37,11 @@ LOSSES = {
     "loss": {"rows": 4, "vocab": 128256, "dtype": torch.bfloat16},
     "loss-float32": {"rows": 3, "vocab": 50257, "dtype": torch.float32},
     "loss-odd": {"rows": 3, "vocab": 21, "dtype": torch.float16},
+}
+UPDATES = {
+    "updates": {"shape": (96, 64), "stored": torch.float32},
+    "updates-bits": {"shape": (96, 64), "stored": torch.bfloat16, "bits": True},
+    "updates-odd": {"shape": (9, 7), "stored": torch.float16},
 }
 TYPES = {
     torch.float32: "*fp32",
@@ -59,14 +68,14 @@ class Compiler:
         names = kernel.arg_names
         assert len(args) + len(constants) == len(names), kernel.__name__
         signature = {
-            name: TYPES[a.dtype] if torch.is_tensor(a) else "i32"
+            name: TYPES[a.dtype] if torch.is_tensor(a) else "fp32" if type(a) is float else "i32"
             for name, a in zip(names, args, strict=False)
         } | dict.fromkeys(constants, "constexpr")
         # Tensors and strides as Triton specialises them: on divisibility by 16.
         aligned = {
             (i,): [["tt.divisibility", 16]]
             for i, a in enumerate(args)
-            if (a.data_ptr() if torch.is_tensor(a) else a) % 16 == 0
+            if type(a) is not float and (a.data_ptr() if torch.is_tensor(a) else a) % 16 == 0
         }
         source = ASTSource(kernel, signature, constants, aligned)
         compiled = triton.compile(source, target=self.target, options=options)
@@ -138,6 +147,23 @@ def compile_loss(capability: int, rows, vocab, dtype) -> None:
         Compiler(capability)(loss.cross_entropy_kernel, (rows,), *args, **constants)
 
 
+def compile_updates(capability: int, shape, stored, bits=False) -> None:
+    """Momentum of two rails, and weights with updates that lie by row and by column."""
+    compiler = Compiler(capability)
+    updates._launcher = lambda *known: compiler
+    options = Options(
+        preset="anvil6", lr_rule="original", nesterov=True, rails=Rails(), equalize=None,
+        row_equalize=False, trace_norm=False, cautious=True, decay_adjusted=True, extra_bits=bits,
+        adam_every=1, dtype=torch.bfloat16,
+    )  # fmt: skip
+    weight = torch.zeros(shape, dtype=stored)
+    piece = Piece("weight", "", 0, len(weight), shape, "muon", None, 1.0, "")
+    bank, numbers = MuonBank([Member(piece, weight)], options), Numbers(1.0, 0.1, 0.9, 0.9, 0.5)
+    u, _ = updates.momentum(bank, slice(0, 1), [weight], numbers, torch.bfloat16, True)
+    updates.apply(bank, slice(0, 1), u, numbers)
+    updates.apply(bank, slice(0, 1), torch.empty_like(u.mT).mT, numbers)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "forms":
         print(len(compiled_forms(map(int, sys.argv[2:]))))
@@ -145,5 +171,7 @@ if __name__ == "__main__":
     for name in sys.argv[2:]:
         if name in LOSSES:
             compile_loss(int(sys.argv[1]), **LOSSES[name])
+        elif name in UPDATES:
+            compile_updates(int(sys.argv[1]), **UPDATES[name])
         else:
             compile_form(int(sys.argv[1]), **FORMS[name])

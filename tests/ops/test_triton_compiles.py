@@ -54,3 +54,12 @@ def test_loss_compiles_within_shared_memory(capability, form):
     found = [json.loads(line) for line in run(capability, form)]
     assert [one["kernel"] for one in found] == ["cross_entropy_kernel"] * 2
     assert max(one["shared"] for one in found) <= 99 * 1024, found
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_updates_compile_within_shared_memory(capability):
+    lines = run(capability, "updates", "updates-bits", "updates-odd")
+    found = [json.loads(line) for line in lines]
+    names = ["_momentum_kernel", "_apply_kernel", "_apply_kernel"]
+    assert [one["kernel"] for one in found] == 3 * names
+    assert max(one["shared"] for one in found) <= 99 * 1024, found
