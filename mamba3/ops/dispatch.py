@@ -39,6 +39,19 @@ def explain(device: torch.device | str | None = None) -> str:
     return ": ".join(_choose(_device(device)))
 
 
+def requested() -> str | None:
+    """Name of the backend that `use_backend`, else MAMBA3_BACKEND, asks for; None if neither does.
+
+    Raises:
+        ValueError: MAMBA3_BACKEND names none of `BACKENDS`.
+        RuntimeError: it names triton, which is not installed.
+    """
+    name = _override.get()
+    if name is None and (name := os.environ.get("MAMBA3_BACKEND")):
+        _check(name, "MAMBA3_BACKEND")
+    return name or None
+
+
 def on_kernels(*tensors: Tensor | None) -> bool:
     """Whether an op of these tensors runs on Triton's kernels, which compute in float32."""
     dtypes = [t.dtype for t in tensors if t is not None]
@@ -78,10 +91,9 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 def _choose(device: torch.device) -> tuple[str, str]:
-    name, source = _override.get(), "mamba3.ops.use_backend"
-    if name is None and (name := os.environ.get("MAMBA3_BACKEND")):
-        source = "the environment variable MAMBA3_BACKEND"
-        _check(name, "MAMBA3_BACKEND")
+    name = requested()
+    overridden = _override.get() is not None
+    source = "mamba3.ops.use_backend" if overridden else "the environment variable MAMBA3_BACKEND"
     if name == "triton" and "triton" not in available(device):
         raise RuntimeError(
             f"{source} asks for the triton backend, but the tensors are on {device.type}: move "

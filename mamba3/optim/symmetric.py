@@ -10,14 +10,14 @@ of one matrix. Triton's kernel computes one triangle and mirrors it; the library
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
 from ..ops import dispatch
 
-# Least number of rows from which half of the work is worth more than the library's faster kernels.
+# Least number of rows from which half of the work is worth more than the library's faster kernels:
+# on an H200 the kernel is 1.08 times as fast at 1024 and 1.3 to 1.5 times from 1536 on, and 0.86
+# times at 512.
 KERNEL_ROWS = 1024
 # On Blackwell the kernel may not load ahead of its products, see its configurations.
 KERNEL_CAPABILITIES = (8, 9)
@@ -86,7 +86,7 @@ def _takes_kernel(p: Tensor) -> bool:
     """Where the kernel is asked for; where it is not, on GPUs and at sizes on which it pays."""
     if not p.numel() or not dispatch.on_kernels(p):
         return False
-    if (dispatch._override.get() or os.environ.get("MAMBA3_BACKEND")) == "triton":
+    if dispatch.requested() == "triton":
         return True
     return (
         p.dtype in (torch.bfloat16, torch.float16)

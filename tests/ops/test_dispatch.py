@@ -32,6 +32,22 @@ def test_environment_and_override(monkeypatch):
     assert ops.backend() == "reference"
 
 
+def test_requested(monkeypatch):
+    """What is asked for, not what a device would get."""
+    monkeypatch.delenv("MAMBA3_BACKEND", raising=False)
+    assert dispatch.requested() is None
+    with ops.use_backend("torch"):
+        assert dispatch.requested() == "torch"
+    for empty in ("", "reference"):
+        monkeypatch.setenv("MAMBA3_BACKEND", empty)
+        assert dispatch.requested() == (empty or None)
+        with ops.use_backend("triton"):
+            assert dispatch.requested() == "triton"
+    monkeypatch.setenv("MAMBA3_BACKEND", "quick")
+    with pytest.raises(ValueError, match="MAMBA3_BACKEND is 'quick'"):
+        dispatch.requested()
+
+
 def test_the_chosen_one_runs(monkeypatch):
     ran = []
 

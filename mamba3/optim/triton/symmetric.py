@@ -6,8 +6,8 @@
     P, Q        factors, of which either dimension may be the dense one   (K, M, L)
     D           symmetric term, of which one triangle counts              (K, M, M)
     C           result                                                    (K, M, M)
-    tile        what a program computes: BLOCK rows, WIDE * BLOCK columns
-    block       square part of a tile, above the diagonal or on it, stored twice: mirrored, too
+    tile        what a program computes, BLOCK x BLOCK of C on the diagonal or above it; what is
+                above it is stored twice: mirrored, too
 
 Source: the products X X^T, b A + c A^2 and Z A of Newton-Schulz iterations (Muon).
 """
@@ -31,19 +31,19 @@ GROUP = 8
 
 
 class Config(NamedTuple):
-    """Sizes of a tile, (block, wide * block), of a step along L, and what runs it."""
+    """Side of a tile, length of a step along L, and what runs it."""
 
     block: int
-    wide: int
     step: int
     warps: int
     stages: int
 
 
-HOPPER = Config(block=128, wide=2, step=64, warps=8, stages=4)
-# Within the 99 KB of shared memory of consumer GPUs.
-SMALLER = Config(block=128, wide=1, step=32, warps=8, stages=4)
-FLOAT32 = Config(block=64, wide=1, step=32, warps=4, stages=2)
+# Two programs fit on a multiprocessor: one multiplies while the other stores.
+HOPPER = Config(block=128, step=64, warps=4, stages=3)
+# Without warpgroup products, factors pass through registers, which 4 warps have too few of.
+SMALLER = Config(block=128, step=32, warps=8, stages=4)
+FLOAT32 = Config(block=64, step=32, warps=4, stages=2)
 
 
 @triton.jit
@@ -55,21 +55,20 @@ def _triangle(t):
 
 
 @triton.jit
-def _place(t, columns, WIDE: tl.constexpr, GROUP: tl.constexpr):
+def _place(t, columns, GROUP: tl.constexpr):
     """Row and column of tile t, those of a group of columns counted row by row.
 
-    Tiles of the first j columns are as many as a triangle of side j has, times WIDE. A group is a
-    rectangle, as high as the columns before it are wide, above a triangle, counted by column.
+    A group is a rectangle, as high as there are columns before it, counted by row, above a
+    triangle, counted by column.
     """
-    first = _triangle(t // WIDE) // GROUP * GROUP
+    first = _triangle(t) // GROUP * GROUP
     width = tl.minimum(GROUP, columns - first)
-    height = first * WIDE
-    rest = t - height * (first + 1) // 2
-    below = rest - height * width
-    j = _triangle(tl.maximum(below, 0) // WIDE)
-    i = below - WIDE * (j * (j + 1) // 2)
+    rest = t - first * (first + 1) // 2
+    below = rest - first * width
+    j = _triangle(tl.maximum(below, 0))
+    i = below - j * (j + 1) // 2
     inside = below < 0  # the rectangle
-    row = tl.where(inside, rest // width, height + i)
+    row = tl.where(inside, rest // width, first + i)
     column = first + tl.where(inside, rest % width, j)
     return row.to(tl.int64), column.to(tl.int64)
 
@@ -81,21 +80,20 @@ def _offsets(lanes, k, stride, LANES_DENSE: tl.constexpr):
 
 
 @triton.jit
-def _store_block(c_ptr, sums, row, column, size, diagonal, BLOCK: tl.constexpr):
-    """Store a block at (row, column) of blocks, and mirrored; nothing of one below the diagonal."""
-    if row <= column:
-        lane = tl.arange(0, BLOCK)
-        down, along = lane[:, None], lane[None, :]
-        sums += tl.where((row == column) & (down == along), diagonal, 0.0)
-        block = sums.to(c_ptr.dtype.element_ty)
-        mirrored = tl.trans(block)
-        if row == column:
-            block = tl.where(down <= along, block, mirrored)
-        i, j = row * BLOCK + down, column * BLOCK + along
-        tl.store(c_ptr + i * size + j, block, (i < size) & (j < size))
-        if row < column:
-            i, j = column * BLOCK + down, row * BLOCK + along
-            tl.store(c_ptr + i * size + j, mirrored, i < size)
+def _store(c_ptr, sums, row, column, size, diagonal, BLOCK: tl.constexpr):
+    """Store a tile and its mirror image; of one on the diagonal, the upper triangle mirrored."""
+    lane = tl.arange(0, BLOCK)
+    down, along = lane[:, None], lane[None, :]
+    sums += tl.where((row == column) & (down == along), diagonal, 0.0)
+    tile = sums.to(c_ptr.dtype.element_ty)
+    mirrored = tl.trans(tile)
+    if row == column:
+        tile = tl.where(down <= along, tile, mirrored)
+    i, j = row * BLOCK + down, column * BLOCK + along
+    tl.store(c_ptr + i * size + j, tile, (i < size) & (j < size))
+    if row < column:
+        i, j = column * BLOCK + down, row * BLOCK + along
+        tl.store(c_ptr + i * size + j, mirrored, i < size)
 
 
 @triton.jit(
@@ -107,21 +105,21 @@ def _kernel(
     tiles, size, length, p_batch, p_stride, q_batch, q_stride, d_batch, d_stride,
     alpha, beta_by_alpha, gamma,
     P_ROWS_DENSE: tl.constexpr, Q_ROWS_DENSE: tl.constexpr, ADD: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK: tl.constexpr, WIDE: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """C = alpha (P Q^T + beta / alpha D) + gamma I, a tile a program; sizes are in UNITs."""
     size, length = size.to(tl.int64) * UNIT, length * UNIT
     p_stride, q_stride = p_stride.to(tl.int64) * UNIT, q_stride.to(tl.int64) * UNIT
     matrix = (tl.program_id(0) // tiles).to(tl.int64)
-    columns = tl.cdiv(size, WIDE * BLOCK).to(tl.int32)
-    row, column = _place(tl.program_id(0) % tiles, columns, WIDE, GROUP)
+    columns = tl.cdiv(size, BLOCK).to(tl.int32)
+    row, column = _place(tl.program_id(0) % tiles, columns, GROUP)
 
     i = (row * BLOCK + tl.arange(0, BLOCK))[:, None]
-    j = (column * (WIDE * BLOCK) + tl.arange(0, WIDE * BLOCK))[None, :]
+    j = (column * BLOCK + tl.arange(0, BLOCK))[None, :]
     k = tl.arange(0, STEP)
     p_at = p_ptr + matrix * p_batch * UNIT + _offsets(i, k[None, :], p_stride, P_ROWS_DENSE)
     q_at = q_ptr + matrix * q_batch * UNIT + _offsets(j, k[:, None], q_stride, Q_ROWS_DENSE)
-    products = tl.zeros([BLOCK, WIDE * BLOCK], tl.float32)
+    products = tl.zeros([BLOCK, BLOCK], tl.float32)
     if ADD:  # here, not at the end, where it would need registers that the products are in
         d_at = d_ptr + matrix * d_batch * UNIT + i * (d_stride.to(tl.int64) * UNIT) + j
         products += beta_by_alpha * tl.load(d_at, (i < size) & (j < size), 0.0).to(tl.float32)
@@ -133,16 +131,8 @@ def _kernel(
         p_at += _offsets(0, STEP, p_stride, P_ROWS_DENSE)
         q_at += _offsets(0, STEP, q_stride, Q_ROWS_DENSE)
 
-    products *= alpha
     c_ptr += matrix * size * size
-    if WIDE == 1:
-        _store_block(c_ptr, products, row, column, size, gamma, BLOCK)
-    else:
-        tl.static_assert(WIDE == 2)
-        halves = tl.permute(tl.reshape(products, [BLOCK, 2, BLOCK]), [0, 2, 1])
-        left_half, right_half = tl.split(halves)
-        _store_block(c_ptr, left_half, row, 2 * column, size, gamma, BLOCK)
-        _store_block(c_ptr, right_half, row, 2 * column + 1, size, gamma, BLOCK)
+    _store(c_ptr, alpha * products, row, column, size, gamma, BLOCK)
 
 
 def symmetric_product(
@@ -184,10 +174,10 @@ def _with_dense_dimension(t: Tensor) -> Tensor:
     return t if 1 in t.stride()[1:] else t.contiguous()
 
 
-def _tiles(size: int, config: Config) -> int:
-    """Number of tiles that reach the diagonal; all of the last column's rows may not be there."""
-    rows, columns = (triton.cdiv(size, n * config.block) for n in (1, config.wide))
-    return config.wide * columns * (columns + 1) // 2 - (config.wide * columns - rows)
+def _tiles(size: int, block: int) -> int:
+    """Number of tiles on the diagonal and above it."""
+    columns = triton.cdiv(size, block)
+    return columns * (columns + 1) // 2
 
 
 class _Plan(NamedTuple):
@@ -215,11 +205,10 @@ def _plan(known: tuple, config: Config) -> _Plan:
         "ADD": d is not None,
         "UNIT": unit,
         "BLOCK": config.block,
-        "WIDE": config.wide,
         "STEP": config.step,
         "GROUP": GROUP,
         "num_warps": config.warps,
         "num_stages": config.stages,
     }
     sizes = [n // unit for n in (size, length, *strides)]
-    return _Plan(_tiles(size, config), sizes, constants, Launcher())
+    return _Plan(_tiles(size, config.block), sizes, constants, Launcher())
