@@ -102,22 +102,27 @@ def move(
         return list(tensors)
     me, ranks, places = shards.rank, range(shards.world), range(len(tensors))
     outgoing = [
-        [_rows(tensors[i], sources[i][me], targets[i][rank]).reshape(-1) for i in places]
+        [
+            _rows(tensors[i], sources[i][me], targets[i][rank]).reshape(-1)
+            for i in places
+            if _overlap(sources[i][me], targets[i][rank])
+        ]
         for rank in ranks
     ]
     counts = [
         [_overlap(sources[i][rank], targets[i][me]) * _row(tensors[i]) for i in places]
         for rank in ranks
     ]
-    arrived = _exchange(outgoing, [sum(those) for those in counts], shards)
+    flat = torch.cat([tensors[0].new_empty(0), *itertools.chain(*outgoing)])
+    leaving = [sum(t.numel() for t in those) for those in outgoing]
+    arrived = _exchange(flat, leaving, [sum(those) for those in counts], shards)
     parts = arrived.split([count for those in counts for count in those])
     # The rows of a tensor come in the order of the ranks, which is theirs.
     return [torch.cat(parts[i :: len(tensors)]).reshape(-1, *tensors[i].shape[1:]) for i in places]
 
 
-def _exchange(outgoing: list[list[Tensor]], arriving: list[int], shards: Shards) -> Tensor:
-    """Flat tensors for every rank to these; as many elements from every rank as are `arriving`."""
-    flat = torch.cat([t for those in outgoing for t in those])
+def _exchange(flat: Tensor, leaving: list[int], arriving: list[int], shards: Shards) -> Tensor:
+    """One after the other, so many elements for every rank, and so many from every rank."""
     arrived = flat.new_empty(sum(arriving))
     size = flat.element_size()
     # As bytes: neither gloo nor NCCL takes int16.
@@ -125,7 +130,7 @@ def _exchange(outgoing: list[list[Tensor]], arriving: list[int], shards: Shards)
         arrived.view(torch.uint8),
         flat.view(torch.uint8),
         [size * count for count in arriving],
-        [size * sum(t.numel() for t in those) for those in outgoing],
+        [size * count for count in leaving],
         group=shards.group,
     )
     return arrived
@@ -142,9 +147,9 @@ def _overlap(a: tuple[int, int], b: tuple[int, int]) -> int:
 
 
 def _rows(t: Tensor, have: tuple[int, int], want: tuple[int, int]) -> Tensor:
-    """Of the rows that t has, those of a span."""
-    first = max(have[0], want[0])
-    return t[first - have[0] :][: _overlap(have, want)] if _overlap(have, want) else t[:0]
+    """Of the rows that t has, those of a span that it shares."""
+    first = max(have[0], want[0]) - have[0]
+    return t[first : first + _overlap(have, want)]
 
 
 class ShardedBank(MuonBank):
