@@ -129,7 +129,8 @@ def orthogonalize(
         norm: Frobenius norms of x, one a matrix, where they are known; they are not computed again.
 
     Returns:
-        (..., m, n) in `dtype`. A zero matrix stays zero.
+        (..., m, n) in `dtype`, or in float16 from Gram space where that is half precision. A zero
+        matrix stays zero.
 
     Raises:
         ValueError: x is no matrix; an unknown preset; `trace_norm` with `gram`.
@@ -231,8 +232,9 @@ def _in_gram_space(
             q = z if q is None else symmetric_product(z, q)
             if i + 1 < last:
                 gram = symmetric_product(z, symmetric_product(z, gram))
-        x = q @ x
-    return _scaled(x, 1 / x_scale, dtype) if half else x
+        # x has its scale until the last product.
+        x = torch.baddbmm(x, q, x, beta=0, alpha=1.0 if last < len(maps) else 1 / x_scale)
+    return x
 
 
 def singular_values(s: Sequence[float] | Tensor, preset: str = DEFAULT_PRESET) -> Tensor:
