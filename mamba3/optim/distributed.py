@@ -80,8 +80,9 @@ class Sharded:
     each of them once.
 
     The loss is the mean over a rank's batch: gradients are averaged over ranks, and one that a rank
-    lacks counts as zero. Weights must be equal at the start. `state_dict()` is to be called by all
-    ranks; it is that of one process, and loads on any number of ranks.
+    lacks counts as zero. Weights must be equal at the start. A step needs memory for a copy of the
+    banks' gradients. `state_dict()` is to be called by all ranks; it is that of one process, and
+    loads on any number of ranks.
 
     What is deferred is waited for by the forward of the modules that own the weights, by their
     `state_dict()` and `load_state_dict()`, and by `HybridOptimizer.wait()`, for those who read
@@ -207,6 +208,10 @@ class ReplicatedBank(MuonBank):
     def __init__(self, members: Sequence[Member], options: Options, mode: Replicas):
         super().__init__(members, options)
         self.mode = mode
+
+    @property
+    def skips(self) -> bool:
+        return self.on_kernels
 
     def step(self, gradients: Gradients, numbers: Numbers) -> None:
         for part, grads in self.parts(gradients):
