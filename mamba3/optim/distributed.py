@@ -177,7 +177,7 @@ class Alone:
 # next to DDP
 
 # A gather, and what to do once it is done.
-Pending = tuple[dist.Work, Callable[[], None]]
+Pending = tuple[Any, Callable[[], None]]
 
 
 class Replicas(Alone):
