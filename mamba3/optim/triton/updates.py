@@ -143,7 +143,7 @@ def momentum(
     size = bank.shape[1] * bank.shape[2]
     tiles = triton.cdiv(size, ROW[1])
     u = torch.empty(len(grads), *bank.shape[1:], dtype=dtype, device=fast.device)
-    squares = torch.empty(len(grads), tiles, device=fast.device) if norm else None
+    squares = fast.new_empty(len(grads), tiles) if norm else None
     table, aligned = _table(grads)
     tensors = [table, fast, bank.slow, u, squares, numbers.packed(fast.device)]
     constants = {
