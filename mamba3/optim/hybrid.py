@@ -38,8 +38,8 @@ from .skipped import SkippedSteps
 logger = logging.getLogger(__name__)
 
 DECAYS = ("decoupled", "cautious")
-# The full update of ANVIL as options: HybridOptimizer(model, **ANVIL). Without `trace_norm`: where it
-# was to save time, on a GPU, the momentum's kernel gives the norm.
+# The full update of ANVIL as options: HybridOptimizer(model, **ANVIL). It has no `trace_norm`, since
+# on a GPU the momentum's kernel gives the norm.
 ANVIL = {
     "preset": "anvil6",
     "lr_rule": "original",

@@ -120,7 +120,7 @@ def orthogonalize(
         x: (..., m, n), any floating dtype.
         preset: of `PRESETS`.
         dtype: of the products, which accumulate in float32; None is bfloat16 on a GPU and float32
-            elsewhere, where half precision is slower.
+            elsewhere, where half precision is slower; float64 for float64.
         trace_norm: take the norm from the trace of the first Gram matrix, which saves reading x.
         gram: chain maps in two or three as polynomials of the Gram matrix, and apply each chain as
             one product: fewer operations unless the matrices are nearly square. In float16 where
@@ -159,9 +159,11 @@ def orthogonalize(
 
 def product_dtype(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """The dtype that `orthogonalize` multiplies in, of its arguments of these names."""
-    if dtype is None:
-        return torch.bfloat16 if x.is_cuda else torch.promote_types(x.dtype, torch.float32)
-    return dtype
+    if dtype is not None:
+        return dtype
+    if x.is_cuda and x.dtype != torch.float64:
+        return torch.bfloat16
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def frobenius(x: Tensor) -> Tensor:
