@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw
 
 from ..ops import dispatch
 from . import rules
-from .orthogonalize import lr_factor, orthogonalize, product_dtype
+from .orthogonalize import check_preset, lr_factor, orthogonalize, product_dtype
 from .param_groups import Piece
 from .rules import Rails, Scalar
 
@@ -61,6 +61,14 @@ class Options:
     extra_bits: bool
     adam_every: int
     dtype: torch.dtype | None
+
+    def __post_init__(self):
+        check_preset(self.preset)
+        lr_factor(self.lr_rule, 1, 1)
+        if self.equalize is not None and not 0 <= self.equalize < 1:
+            raise ValueError(f"equalize is a beta in [0, 1) or None, got {self.equalize}")
+        if self.adam_every < 1:
+            raise ValueError(f"adam_every must be at least 1, got {self.adam_every}")
 
 
 class Member(NamedTuple):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,16 +30,18 @@ from .banks import (
     own_gradient,
 )
 from .distributed import Replicated, Sharded, bank_labels, distribution
-from .orthogonalize import DEFAULT_PRESET, check_preset, lr_factor
+from .orthogonalize import DEFAULT_PRESET
 from .param_groups import RULES, ParamGroupEngine, Piece, check_rule
 from .rules import Rails
 from .skipped import SkippedSteps
+from .state import check_groups, matching, named
+from .tied import Tied, TiedPair
 
 logger = logging.getLogger(__name__)
 
 DECAYS = ("decoupled", "cautious")
-# The full update of ANVIL as options: HybridOptimizer(model, **ANVIL). It has no `trace_norm`, since
-# on a GPU the momentum's kernel gives the norm.
+# The full update of ANVIL as options: HybridOptimizer(model, **ANVIL). Without `trace_norm`, since on
+# a GPU the momentum's kernel gives the norm.
 ANVIL = {
     "preset": "anvil6",
     "lr_rule": "original",
@@ -49,26 +51,6 @@ ANVIL = {
     "decay_with_lr": True,
     "decay_adjusted": True,
 }
-
-
-class Tied(NamedTuple):
-    """An embedding and a head that are trained as one, but stored as two.
-
-    Fields:
-        embedding, head: names of the parameters, both AdamW's.
-        untie_step: the step from which each goes its own way, the embedding with the head's
-            moments; None is never.
-        transposed: the embedding is stored as the transpose of the head.
-    """
-
-    embedding: str
-    head: str
-    untie_step: int | None = None
-    transposed: bool = False
-
-    def turn(self, t: Tensor) -> Tensor:
-        """From one's form to the other's."""
-        return t.mT if self.transposed and t.dim() == 2 else t
 
 
 class HybridOptimizer(torch.optim.Optimizer):
@@ -111,8 +93,8 @@ class HybridOptimizer(torch.optim.Optimizer):
     place. Parameter groups hold numbers, which schedulers may change between steps: lr,
     weight_decay, momentum, betas, eps.
 
-    Parameters may be DTensors spread by rows, as `fully_shard(model)` makes them before the optimizer
-    is made: `state` then holds this process's rows, and `state_dict()` DTensors.
+    Parameters may be DTensors spread by rows, as `fully_shard(model)` makes them before the
+    optimizer is made: `state` then holds this process's rows, and `state_dict()` DTensors.
 
     To capture steps in a CUDA graph, call `advance()` before every replay, and `update()` inside.
 
@@ -154,7 +136,7 @@ class HybridOptimizer(torch.optim.Optimizer):
     ):
         engine = model if isinstance(model, ParamGroupEngine) else None
         engine = engine or ParamGroupEngine(model, overrides, split=split)
-        self._options = _options(
+        self._options = Options(
             preset=preset, lr_rule=lr_rule, nesterov=nesterov, rails=rails, equalize=equalize,
             row_equalize=row_equalize, trace_norm=trace_norm, cautious=decay == "cautious",
             decay_adjusted=decay_adjusted, extra_bits=extra_bits, adam_every=adam_every,
@@ -162,7 +144,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         )  # fmt: skip
         if decay not in DECAYS:
             raise ValueError(f"decay {decay!r} is none of {', '.join(DECAYS)}")
-        self.engine, self.tied = engine, tied
+        self.engine = engine
         self.decay_with_lr, self.skip_nonfinite = decay_with_lr, skip_nonfinite
         device = next(iter(engine.parameters.values())).device
         self._skipped, self._told = SkippedSteps(device), False
@@ -180,7 +162,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         }  # fmt: skip
         super().__init__(self._groups(), defaults)
         self._check_extra_bits()
-        self._tie()
+        self._pair = None if tied is None else TiedPair(tied, self._adamw_pieces())
         self._mode.plan(self._works())
 
     def plan(self) -> str:
@@ -282,7 +264,7 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     def _show(self, member: Member, state: dict[str, Tensor]) -> None:
         """Make a piece's state that of its parameter, as everyone reads it."""
-        self.state[member.parameter].update(_named(member, state))
+        self.state[member.parameter].update(named(member, state))
 
     def _adamw_pieces(self) -> Iterator[AdamWPiece]:
         for lists in self._lists:
@@ -299,60 +281,6 @@ class HybridOptimizer(torch.optim.Optimizer):
                 f"extra_bits is for bfloat16 weights, and the matrices are {_names(dtypes)}: "
                 "float32 has those bits. Convert the model (.to(torch.bfloat16)) or leave it out"
             )
-
-    # tied embedding and head
-
-    def _tie(self) -> None:
-        if self.tied is None:
-            return
-        named = {piece.member.piece.title: piece for piece in self._adamw_pieces()}
-        missing = [n for n in (self.tied.embedding, self.tied.head) if n not in named]
-        if missing:
-            raise ValueError(
-                f"tied names {', '.join(missing)}, which AdamW does not train; it trains "
-                f"{', '.join(named)}"
-            )
-        self._embedding, self._head = named[self.tied.embedding], named[self.tied.head]
-        if self.tied.transposed and is_dtensor(self._head.member.parameter):
-            raise ValueError(
-                f"tied: {self.tied.head} is a DTensor, whose transpose is spread otherwise: store "
-                "embedding and head alike, or leave Tied.transposed out"
-            )
-        shapes = [self.tied.turn(self._embedding.average).shape, self._head.average.shape]
-        if shapes[0] != shapes[1]:
-            raise ValueError(
-                f"tied: the embedding {tuple(self._embedding.average.shape)} and the head "
-                f"{tuple(shapes[1])} do not fit; see Tied.transposed"
-            )
-        self._copy_head()
-
-    def _tied_now(self) -> bool:
-        if self.tied is None:
-            return False
-        step = self.param_groups[-1]["step"]
-        return self.tied.untie_step is None or step < self.tied.untie_step
-
-    def _copy_head(self) -> None:
-        """Give the embedding the head's weights and whole state."""
-        turn = self.tied.turn
-        self._embedding.member.weight.copy_(turn(self._head.member.weight))
-        theirs = self._head.state()
-        for name, tensor in self._embedding.state().items():
-            tensor.copy_(turn(theirs[name]))
-
-    def _gradient(self, member: Member) -> Tensor | None:
-        """A member's gradient; while tied, the head's is both and the embedding has none."""
-        grad = own_gradient(member)
-        if not self._tied_now():
-            return grad
-        if member is self._embedding.member:
-            return None
-        if member is self._head.member:
-            other = own_gradient(self._embedding.member)
-            if other is not None:
-                other = self.tied.turn(other)
-                return other if grad is None else grad + other
-        return grad
 
     # steps
 
@@ -405,11 +333,18 @@ class HybridOptimizer(torch.optim.Optimizer):
                 those.step(gradients, numbers)
         mode.end()
         if tied:
-            self._copy_head()
+            self._pair.copy_head()
 
     def wait(self) -> None:
         """Bring parameters up to date that `Sharded.deferred` has left on their way."""
         self._mode.wait()
+
+    def _tied_now(self) -> bool:
+        return self._pair is not None and self._pair.tied_at(self.param_groups[-1]["step"])
+
+    def _gradient(self, member: Member) -> Tensor | None:
+        """What a member is stepped by, if it is stepped."""
+        return self._pair.gradient(member) if self._tied_now() else own_gradient(member)
 
     def _works(self) -> list[tuple[int, MuonBank | AdamWList]]:
         """What is stepped, with the number of its group."""
@@ -489,7 +424,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         places = {id(parameter): i for i, parameter in enumerate(parameters)}
         for member, state in self._mode.gathered():
             place = places[id(member.parameter)]
-            saved["state"][place] = saved["state"].get(place, {}) | _named(member, state)
+            saved["state"][place] = saved["state"].get(place, {}) | named(member, state)
         for index, state in saved["state"].items():
             if is_dtensor(parameter := parameters[index]):
                 from .dtensor import spread_state
@@ -506,36 +441,24 @@ class HybridOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: it is of other parameters, or of an optimizer with other options.
         """
-        groups, states = state_dict["param_groups"], state_dict["state"]
-        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
-            raise ValueError(
-                f"the state has groups of {[len(g['params']) for g in groups]} parameters, this "
-                f"optimizer of {[len(g['params']) for g in self.param_groups]}"
-            )
+        check_groups(state_dict["param_groups"], self.param_groups)
         elsewhere: dict[int, dict[str, Tensor]] = {}
         for member, state in self._mode.elsewhere():
-            elsewhere.setdefault(id(member.parameter), {}).update(_named(member, state))
+            elsewhere.setdefault(id(member.parameter), {}).update(named(member, state))
         copies: list[tuple[Tensor, Tensor]] = []
-        for saved, group in zip(groups, self.param_groups, strict=True):
-            theirs = saved.get("param_names") or [None] * len(group["params"])
-            for key, parameter, name, own in zip(
-                saved["params"], group["params"], theirs, group["param_names"], strict=True
-            ):
-                if name not in (None, own):
-                    raise ValueError(
-                        f"the state is of {name} where this optimizer has {own}: the model's "
-                        "parameters or their order differ"
-                    )
-                state = states.get(key, {})
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            every = zip(saved["params"], group["params"], group["param_names"], strict=True)
+            for key, parameter, name in every:
+                state = state_dict["state"].get(key, {})
                 if is_dtensor(parameter):
                     from .dtensor import local_state
 
                     state = local_state(parameter, self._pieces[id(parameter)], state)
                 mine = self.state[parameter] | elsewhere.get(id(parameter), {})
-                copies += _matching(state, mine, own)
+                copies += matching(state, mine, name)
         for target, value in copies:
             target.copy_(value)  # no more than a check where the target is on another rank
-        for saved, group in zip(groups, self.param_groups, strict=True):
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
             group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
             group["betas"] = tuple(group["betas"])
 
@@ -544,42 +467,6 @@ class HybridOptimizer(torch.optim.Optimizer):
             "a HybridOptimizer cannot be pickled or deep-copied: save state_dict(), and load it "
             "into an optimizer made of the model"
         )
-
-
-def _named(member: Member, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A piece's state by the names that it has in its parameter's."""
-    label = member.piece.label
-    return {f"{label}.{name}" if label else name: t for name, t in state.items()}
-
-
-def _matching(
-    saved: Mapping[str, Any], own: Mapping[str, Tensor], name: str
-) -> Iterable[tuple[Tensor, Tensor]]:
-    """Pairs of a state's tensor and its saved value; a ValueError where they do not fit."""
-    if saved.keys() != own.keys():
-        raise ValueError(
-            f"the state of {name} has {sorted(saved)}, this optimizer has {sorted(own)}: it was "
-            "made with other options, or another layout of the parameter"
-        )
-    for key, tensor in own.items():
-        if saved[key].shape != tensor.shape:
-            raise ValueError(
-                f"the state {key} of {name} has shape {tuple(saved[key].shape)}, expected "
-                f"{tuple(tensor.shape)}"
-            )
-        yield tensor, saved[key]
-
-
-def _options(**given) -> Options:
-    """The options, checked."""
-    options = Options(**given)
-    check_preset(options.preset)
-    lr_factor(options.lr_rule, 1, 1)
-    if options.equalize is not None and not 0 <= options.equalize < 1:
-        raise ValueError(f"equalize is a beta in [0, 1) or None, got {options.equalize}")
-    if options.adam_every < 1:
-        raise ValueError(f"adam_every must be at least 1, got {options.adam_every}")
-    return options
 
 
 def _check_numbers(group: dict[str, Any]) -> None:
