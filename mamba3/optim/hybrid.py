@@ -40,8 +40,8 @@ from .tied import Tied, TiedPair
 logger = logging.getLogger(__name__)
 
 DECAYS = ("decoupled", "cautious")
-# The full update of ANVIL as options: HybridOptimizer(model, **ANVIL). Without `trace_norm`, since on
-# a GPU the momentum's kernel gives the norm.
+# ANVIL's full update as options: HybridOptimizer(model, **ANVIL). It has no `trace_norm`, since the
+# kernel of the momentum gives the norm.
 ANVIL = {
     "preset": "anvil6",
     "lr_rule": "original",
