@@ -188,7 +188,7 @@ class MuonBank:
         """Update the matrices that have a gradient."""
         for part, grads in self.parts(gradients):
             u = self.orthogonal(*self.momentum_and_norm(part, grads, numbers))
-            self.apply(part, self.equalized(part, u, numbers.skip), numbers)
+            self.finish(part, u, numbers)
 
     def parts(self, gradients: Gradients) -> Iterator[tuple[slice, list[Tensor]]]:
         """Runs of consecutive matrices that have a gradient, none too large, with these."""
@@ -238,9 +238,22 @@ class MuonBank:
         """Orthogonal updates (k, m, n) with their lanes brought to one size, if that is asked."""
         if self.lanes is None:
             return u
+        return rules.equalize_lanes_(u, self.lanes[part], self._lane_beta(skip))
+
+    def _lane_beta(self, skip: Scalar) -> Scalar:
         # u is zero in a step that is left out, and 1 is the beta that keeps what there is.
-        beta = 1 - (1 - self.options.equalize) * (1 - skip)
-        return rules.equalize_lanes_(u, self.lanes[part], beta)
+        return 1 - (1 - self.options.equalize) * (1 - skip)
+
+    def finish(self, part: slice, u: Tensor, numbers: Numbers) -> None:
+        """Both of `equalized` and `apply`."""
+        if self.lanes is None or not self.on_kernels:
+            self.apply(part, self.equalized(part, u, numbers.skip), numbers)
+            return
+        from .triton.updates import apply, lane_squares
+
+        beta = self._lane_beta(numbers.skip)
+        factors = rules.lane_factors_(lane_squares(u), self.lanes[part], beta)
+        apply(self, part, u, numbers, factors)
 
     def apply(self, part: slice, u: Tensor, numbers: Numbers) -> None:
         """Take updates (k, m, n) from the weights, and decay these."""

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..ops import dispatch
 from .symmetric import symmetric_product
 
 Maps = tuple[tuple[float, float, float], ...]
@@ -177,9 +178,14 @@ def _inverse(norm: Tensor, margin: float) -> Tensor:
     return 1 / (margin * norm.reshape(-1, 1, 1)).clamp_min(LEAST_NORM)
 
 
-def _scaled(x: Tensor, factor: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """x times a factor, in another dtype, in one pass: with no copy in a wider one in between."""
-    return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
+def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x times factors (K, 1, 1), in another dtype, with no copy in a wider one in between."""
+    out = torch.empty_like(x, dtype=dtype)
+    if x.numel() and dispatch.on_kernels(x, out) and (x.is_contiguous() or x.mT.is_contiguous()):
+        from .triton.updates import scale
+
+        return scale(x, factor, out)
+    return torch.mul(x, factor, out=out)
 
 
 def _in_turn(

@@ -88,12 +88,16 @@ def equalize_lanes_(u: Tensor, lanes: Tensor, beta: Scalar) -> Tensor:
     """
     short = -1 if u.shape[-2] >= u.shape[-1] else -2
     wide = u.to(lanes.dtype)
-    square = wide.square().mean(short)
+    return wide * lane_factors_(wide.square().mean(short), lanes, beta).unsqueeze(short)
+
+
+def lane_factors_(square: Tensor, lanes: Tensor, beta: Scalar) -> Tensor:
+    """Average mean squares of lanes; returns what these are to be multiplied by, (K, lanes)."""
     lanes.lerp_(square, 1 - beta)
     scale = torch.rsqrt(lanes + LANE_EPS)
     before, after = square.sum(-1), (square * scale.square()).sum(-1)
     norm = torch.sqrt(before / after.clamp_min(torch.finfo(after.dtype).tiny))
-    return wide * (scale * norm[:, None]).unsqueeze(short)
+    return scale * norm[:, None]
 
 
 def decay_(w: Tensor, amount: Tensor | Scalar, aligned_with: Tensor | None) -> None:

@@ -24,7 +24,7 @@ from mamba3.ops.triton import scan as launchers
 from mamba3.optim import Rails
 from mamba3.optim.banks import Member, MuonBank, Numbers, Options
 from mamba3.optim.param_groups import Piece
-from mamba3.optim.triton import updates
+from mamba3.optim.triton import launch, updates
 
 FORMS = {
     "siso": {"headdim": 64, "d_state": 128, "angles": 32, "dtype": torch.bfloat16},
@@ -148,9 +148,9 @@ def compile_loss(capability: int, rows, vocab, dtype) -> None:
 
 
 def compile_updates(capability: int, shape, stored, bits=False) -> None:
-    """Momentum of two rails, and weights with updates that lie by row and by column."""
+    """Momentum of two rails, scale, and lanes and weights with updates by row and by column."""
     compiler = Compiler(capability)
-    updates._launcher = lambda *known: compiler
+    launch._launcher = lambda *known: compiler
     options = Options(
         preset="anvil6", lr_rule="original", nesterov=True, rails=Rails(), equalize=None,
         row_equalize=False, trace_norm=False, cautious=True, decay_adjusted=True, extra_bits=bits,
@@ -160,8 +160,11 @@ def compile_updates(capability: int, shape, stored, bits=False) -> None:
     piece = Piece("weight", "", 0, len(weight), shape, "muon", None, 1.0, "")
     bank, numbers = MuonBank([Member(piece, weight)], options), Numbers(1.0, 0.1, 0.9, 0.9, 0.5)
     u, _ = updates.momentum(bank, slice(0, 1), [weight], numbers, torch.bfloat16, True)
-    updates.apply(bank, slice(0, 1), u, numbers)
-    updates.apply(bank, slice(0, 1), torch.empty_like(u.mT).mT, numbers)
+    updates.scale(u, torch.ones(1, 1, 1), u.half())
+    for u in (u, torch.empty_like(u.mT, dtype=torch.float16).mT):
+        factors = updates.lane_squares(u)
+        updates.apply(bank, slice(0, 1), u, numbers)
+        updates.apply(bank, slice(0, 1), u, numbers, factors)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ def test_loss_compiles_within_shared_memory(capability, form):
 def test_updates_compile_within_shared_memory(capability):
     lines = run(capability, "updates", "updates-bits", "updates-odd")
     found = [json.loads(line) for line in lines]
-    names = ["_momentum_kernel", "_apply_kernel", "_apply_kernel"]
+    names = ["_momentum_kernel", "_scale_kernel"]
+    names += 2 * ["_lanes_kernel", "_apply_kernel", "_apply_kernel"]
     assert [one["kernel"] for one in found] == 3 * names
     assert max(one["shared"] for one in found) <= 99 * 1024, found

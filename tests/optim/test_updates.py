@@ -5,6 +5,7 @@ import copy
 import itertools
 import logging
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from mamba3.ops import use_backend
 from mamba3.optim import ANVIL, HybridOptimizer, Rails, banks, orthogonalize, rules
 from mamba3.optim.banks import AdamWList, Member, MuonBank, Numbers, Options
 from mamba3.optim.param_groups import Piece
-from mamba3.optim.triton import updates
+from mamba3.optim.triton import launch, updates
 
 # Roundings of float32, of sums of a few terms.
 ROUNDING = 3e-7
@@ -52,6 +53,8 @@ def make_bank(shape, stored=torch.float32, **options) -> MuonBank:
     for i, state in enumerate((bank.fast, bank.slow)):
         if state is not None:
             state.copy_(normal(*state.shape, seed=2 + i))
+    if bank.lanes is not None:
+        bank.lanes.copy_(normal(*bank.lanes.shape, seed=5).square())
     if bank.low is not None:
         bank.low.copy_(normal(*bank.low.shape, seed=4) * 10000)
     return bank
@@ -64,6 +67,8 @@ def exact(bank: MuonBank) -> MuonBank:
     other.fast.copy_(bank.fast)
     if bank.slow is not None:
         other.slow.copy_(bank.slow)
+    if bank.lanes is not None:
+        other.lanes.copy_(bank.lanes)
     return other
 
 
@@ -94,13 +99,12 @@ def assert_same(a: dict, b: dict) -> None:
 def kernels(monkeypatch):
     """Triton's backend for every test; counts launches, as the torch path would pass them, too."""
     counted = []
-    launch = updates._launch
 
     def counting(kernel, *args):
         counted.append(kernel)
-        return launch(kernel, *args)
+        return launch.launch(kernel, *args)
 
-    monkeypatch.setattr(updates, "_launch", counting)
+    monkeypatch.setattr(updates, "launch", counting)
     with use_backend("triton"):
         yield counted
 
@@ -194,6 +198,19 @@ def test_known_norms_are_not_computed_again(shape, gram, monkeypatch):
     assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(5, 7), (67, 35)])
+def test_scaling_is_a_product(shape, given, dtype, kernels):
+    factor = normal(3, 1, 1, seed=30)
+    scaled = sys.modules[orthogonalize.__module__]._scaled
+    for x in updates_of(shape, given):
+        got = scaled(x, factor, dtype)
+        assert torch.equal(got, (x.float() * factor).to(dtype))
+        assert got.stride() == torch.empty_like(x).stride()
+    assert kernels == [updates._scale_kernel] * 2  # a part of something larger is left to torch
+
+
 # weights
 
 
@@ -258,6 +275,40 @@ def test_extra_bits_are_float32_weights(shape, options):
         assert torch.equal(bank.low, low)
 
 
+# lanes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [*SHAPES, (36, 130), (70, 70)])
+def test_lane_squares_are_means(shape, dtype):
+    for u in updates_of(shape, dtype):
+        expected = u.double().square().mean(-1 if shape[0] >= shape[1] else -2)
+        assert_close(updates.lane_squares(u), expected, ROUNDING)
+
+
+@each_decay
+@pytest.mark.parametrize("shape", [*SHAPES, (36, 130), (70, 70)])
+def test_equalized_updates_are_the_rules(shape, options, kernels):
+    for u in updates_of(shape, torch.float32):
+        bank = make_bank(shape, equalize=0.9, **options)
+        w, same, part = weights(bank).double(), exact(bank), slice(0, 3)
+        bank.finish(part, u, NUMBERS)
+        expected = same.changed(part, w, same.equalized(part, u.double()), NUMBERS)
+        assert_close(weights(bank), expected, ROUNDING)
+        assert_close(bank.lanes, same.lanes, ROUNDING)
+    assert kernels == [updates._lanes_kernel, updates._apply_kernel] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("equalize", [None, 0.9])
+def test_half_updates_are_read_as_they_are(equalize, dtype):
+    for u in updates_of((67, 35), dtype):
+        bank, whole = (make_bank((67, 35), equalize=equalize) for _ in range(2))
+        bank.finish(slice(0, 3), u, NUMBERS)
+        whole.finish(slice(0, 3), u.float(), NUMBERS)
+        assert_same(everything(bank), everything(whole))
+
+
 # the whole step
 
 
@@ -275,6 +326,8 @@ def test_matrices_without_a_gradient_are_left():
 
 
 def test_parts_of_a_bank_are_the_whole(monkeypatch):
+    # Libraries' products depend on how many matrices there are, in their last bits.
+    monkeypatch.setattr(MuonBank, "orthogonal", lambda self, u, norm: u / norm)
     found = []
     for matrices in (1, 3):
         monkeypatch.setattr(banks, "PART_ELEMENTS", matrices * 9 * 6)
@@ -283,7 +336,8 @@ def test_parts_of_a_bank_are_the_whole(monkeypatch):
         given = {id(member): g for member, g in grads}
         bank.step(lambda member, given=given: given[id(member)], NUMBERS)
         found.append(everything(bank))
-    assert_close(*found, 1e-6)
+    assert_close(found[0].pop("w"), found[1].pop("w"), ROUNDING)
+    assert_same(*found)
 
 
 def test_matrices_that_are_replaced_are_found():
@@ -309,13 +363,16 @@ def test_weights_stored_by_column_are_left_to_torch(kernels):
 
 def test_tables_are_kept_while_addresses_are():
     a, b, c = normal(4, 4), normal(4, 4), normal(17)[1:].view(4, 4)
-    table, aligned = updates._table([a, b])
-    assert table.tolist() == [a.data_ptr(), b.data_ptr()]
+    table, aligned = launch.table([a, None, b], a.device)
+    assert table.tolist() == [a.data_ptr(), 0, b.data_ptr()]
     assert aligned
-    assert updates._table([a, b])[0] is table
-    other, aligned = updates._table([a, c])
+    assert launch.table([a, None, b], a.device)[0] is table
+    other, aligned = launch.table([a, c], a.device)
     assert other.tolist() == [a.data_ptr(), c.data_ptr()]
     assert not aligned
+    empty, aligned = launch.table([a[:0].clone()], a.device)
+    assert empty.tolist() != [0]
+    assert aligned
 
 
 def test_offsets_past_32_bits():
@@ -435,7 +492,9 @@ def no_waiting():
     if DEVICE == "cpu":
         yield
         return
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
