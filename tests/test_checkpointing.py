@@ -3,9 +3,10 @@
 import pytest
 import torch
 from compare import DEVICE, TOLERANCE, assert_close, gradients, randomise
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from mamba3 import Mamba3Config, Mamba3State
+from mamba3 import Mamba3Config, Mamba3LM, Mamba3State
 from mamba3.layers import Block
 from mamba3.ops import mamba3_scan
 
@@ -93,3 +94,44 @@ def test_compiled(options, monkeypatch):
     assert_close(gradients(got, tensors), wanted, 2 * tolerance, "gradient")
     # Forward; again for what follows it in the block; and once more to be differentiated.
     assert scans == [False, False, True]
+
+
+class Products(TorchDispatchMode):
+    """Counts products of linear layers and everything else."""
+
+    def __init__(self):
+        super().__init__()
+        self.products = self.others = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.mm.default:
+            self.products += 1
+        else:
+            self.others += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", BLOCKS)
+def test_a_model_that_recomputes(options, dtype):
+    """Equal losses and gradients; what the backward pass repeats is what it is asked to."""
+    config = Mamba3Config(
+        vocab_size=20, n_layer=2, d_model=16, d_state=6, headdim=16, d_intermediate=12,
+        **BLOCKS[options],
+    )  # fmt: skip
+    model = randomise(Mamba3LM(config, device=DEVICE, dtype=dtype), scale=0.3)
+    ids = torch.randint(20, (2, 7), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    parameters = dict(model.named_parameters())
+    counts, found = {}, {}
+    for kind in (None, "full", "selective"):
+        model.backbone.recompute = kind
+        loss = model(ids, labels=ids, return_logits=False).loss
+        with Products() as seen:
+            gradients_of = torch.autograd.grad(loss, list(parameters.values()))
+        found[kind] = {"loss": loss, **dict(zip(parameters, gradients_of, strict=True))}
+        counts[kind] = seen
+        if kind is not None:
+            assert_close(found[kind], found[None], 1e-7, kind)
+    assert counts["full"].products > counts["selective"].products
+    assert counts["selective"].others > counts[None].others
+    with torch.no_grad():  # where there is nothing to save memory for
+        assert torch.equal(model(ids, labels=ids, return_logits=False).loss, found[None]["loss"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ..config import Mamba3Config
 from ..layers import Block, RMSNorm
@@ -240,6 +242,8 @@ class Backbone(nn.Module):
         super().__init__()
         weights = {"device": device, "dtype": dtype}
         self.residual_in_fp32 = config.residual_in_fp32
+        # How training saves memory, see `recomputed`; no part of the architecture.
+        self.recompute: str | None = None
         # Without nn.Embedding's own init, which on meta costs a second of imports.
         table = torch.empty(config.padded_vocab_size, config.d_model, **weights)
         self.embedding = nn.Embedding.from_pretrained(table, freeze=False)
@@ -257,9 +261,11 @@ class Backbone(nn.Module):
         """From tokens (B, L) to normalised features (B, L, D)."""
         x = self._embed(input_ids)
         states = []
+        recompute = self.recompute if torch.is_grad_enabled() else None
         for i, block in enumerate(self.layers):
             before = None if state is None else state.layers[i]
-            x, after = block(x, state=before, cu_seqlens=cu_seqlens, return_state=return_state)
+            run = block if recompute is None else partial(recomputed, block, kind=recompute)
+            x, after = run(x, state=before, cu_seqlens=cu_seqlens, return_state=return_state)
             states.append(after)
         return self.norm_f(x), LMState(tuple(states)) if return_state else None
 
@@ -276,6 +282,24 @@ class Backbone(nn.Module):
         x = self.embedding(input_ids)
         wide = torch.promote_types(x.dtype, torch.float32)
         return x.to(wide) if self.residual_in_fp32 else x
+
+
+def recomputed(block: nn.Module, x: Tensor, *, kind: str, **options) -> Any:
+    """Run a block that keeps little for the backward pass, which computes the rest anew.
+
+    Args:
+        kind: "full" keeps the block's input alone; "selective" what linear layers give, too,
+            which is the most expensive to compute.
+    """
+    contexts = {}
+    if kind == "selective":
+        # Those of linear layers: the scan's own are batched, and changed in place.
+        products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+        contexts["context_fn"] = partial(create_selective_checkpoint_contexts, products)
+    # Blocks draw no random numbers.
+    return checkpoint(
+        block, x, use_reentrant=False, preserve_rng_state=False, **contexts, **options
+    )
 
 
 def next_tokens(labels: Tensor, attention_mask: Tensor | None, ragged: Ragged | None) -> Tensor:

@@ -224,7 +224,8 @@ class HybridOptimizer(torch.optim.Optimizer):
             if member.piece.rule == "muon":
                 banks.setdefault(member.kind, []).append(member)
             else:
-                kind = member.parameter.device, self._mode.label(member)
+                p = member.parameter
+                kind = p.device, p.dtype, self._mode.label(member)
                 lists.setdefault(kind, []).append(member)
         self._banks.append([self._mode.bank(those, self._options) for those in banks.values()])
         self._lists.append([AdamWList(those, self._options) for those in lists.values()])
@@ -274,12 +275,14 @@ class HybridOptimizer(torch.optim.Optimizer):
     def _check_extra_bits(self) -> None:
         if not self._options.extra_bits:
             return
-        dtypes = {bank.members[0].weight.dtype for banks in self._banks for bank in banks}
-        dtypes = dtypes or {piece.member.weight.dtype for piece in self._adamw_pieces()}
-        if dtypes != {torch.bfloat16}:
+        # A model in bfloat16 keeps some small parameters in float32, but no matrix.
+        matrices = {bank.members[0].weight.dtype for banks in self._banks for bank in banks}
+        others = {piece.member.weight.dtype for piece in self._adamw_pieces()}
+        if matrices != {torch.bfloat16} and (matrices or torch.bfloat16 not in others):
             raise ValueError(
-                f"extra_bits is for bfloat16 weights, and the matrices are {_names(dtypes)}: "
-                "float32 has those bits. Convert the model (.to(torch.bfloat16)) or leave it out"
+                "extra_bits is for bfloat16 weights, and the matrices are "
+                f"{_names(matrices or others)}: float32 has those bits. Convert the model "
+                "(.to(torch.bfloat16)) or leave it out"
             )
 
     # steps

@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from mamba3.atomic import replace_file
+from mamba3.train.step import TrainStep
 
 STATE_FILE = "training_state.pt"
 # What may change when a run continues: it decides how long it goes and what is looked at, not what
 # a step does.
 FREE_KEYS = {
     "data.eval_problems",
+    "step.cache_steps",
     "train.steps",
     "train.eval_every",
     "train.save_every",
@@ -31,8 +32,7 @@ FREE_KEYS = {
 
 def save_state(
     path: str | Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    train_step: TrainStep,
     *,
     step: int,
     loss: float | None,
@@ -47,8 +47,7 @@ def save_state(
         "step": step,
         "loss": loss,
         "recipe": recipe,
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
+        **train_step.state_dict(),
         "rng": {"cpu": torch.get_rng_state()},
     }
     if torch.cuda.is_available():
@@ -78,10 +77,9 @@ def load_state(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged and cannot be resumed from: {error}") from error
 
 
-def restore(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def restore(state: dict[str, Any], train_step: TrainStep) -> None:
     """Put a loaded state into model, optimizer and the global random generators."""
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    train_step.load_state_dict(state)
     torch.set_rng_state(state["rng"]["cpu"])
     if torch.cuda.is_available() and len(state["rng"].get("cuda", ())) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["rng"]["cuda"])

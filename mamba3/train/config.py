@@ -3,6 +3,7 @@
 model   architecture, the fields of `Mamba3Config`; vocab_size comes from the tokenizer
 data    which problems, and how many at once
 optim   the optimizer and its learning rate over the steps
+step    how a step is computed: precision, accumulation, recorded steps
 train   how long, from what, on what, and how often to look and to save
 """
 
@@ -19,7 +20,10 @@ import yaml
 
 from mamba3.config import Mamba3Config, coerce, from_mapping
 from mamba3.data.arithmetic import check_stages
+from mamba3.train.precision import PRECISIONS
 
+RECOMPUTE = ("none", "full", "selective")
+NONFINITE = ("stop", "skip")
 OPTIMIZERS = {"adamw": "AdamW", "hybrid": "Muon and AdamW", "anvil": "ANVIL and AdamW"}
 
 
@@ -89,6 +93,39 @@ class OptimRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepRecipe:
+    """How a step is computed.
+
+    Args:
+        precision: "float32"; "bf16" or "fp16", products by autocast and weights in float32; or
+            "bf16-weights", bfloat16 weights with their 16 extra bits kept by the optimizer.
+        accumulate: parts that a batch is computed in, one after the other, to save memory. The
+            step is that of the whole batch.
+        recompute: what the backward pass computes anew, to save memory: "none", "full" (all but
+            the inputs of blocks) or "selective" (all but linear layers).
+        cache_steps: on a GPU, record steps as CUDA graphs, and replay them.
+        nonfinite: what a loss or gradient that is not finite does: "stop" the run or "skip" the
+            step. It changes no weight in either case.
+    """
+
+    precision: str = "float32"
+    accumulate: int = 1
+    recompute: str = "none"
+    cache_steps: bool = True
+    nonfinite: str = "stop"
+
+    def __post_init__(self):
+        _coerce_fields(self)
+        _check_at_least(self, 1, "accumulate")
+        choices = {"precision": PRECISIONS, "recompute": RECOMPUTE, "nonfinite": NONFINITE}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainRecipe:
     """How a run goes.
 
@@ -119,6 +156,16 @@ class TrainRecipe:
             _check_at_least(self, 1, "threads")
 
 
+# The groups of a recipe, and what they hold.
+GROUPS = {
+    "model": Mamba3Config,
+    "data": DataRecipe,
+    "optim": OptimRecipe,
+    "step": StepRecipe,
+    "train": TrainRecipe,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A whole training run. `model` may be left out when train.init_from gives one."""
@@ -126,6 +173,7 @@ class Recipe:
     model: dict | None = None
     data: DataRecipe = field(default_factory=DataRecipe)
     optim: OptimRecipe
+    step: StepRecipe = field(default_factory=StepRecipe)
     train: TrainRecipe
 
     def __post_init__(self):
@@ -140,7 +188,7 @@ class Recipe:
             TypeError: a key that does not exist, with the nearest one, or a value of a wrong type.
             ValueError: a value out of range.
         """
-        groups = {"data": DataRecipe, "optim": OptimRecipe, "train": TrainRecipe}
+        groups = {name: cls for name, cls in GROUPS.items() if name != "model"}
         built = dict(data) if isinstance(data, dict) else data
         for name, group in groups.items():
             if isinstance(data, dict) and name in data:
@@ -197,13 +245,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def recipe_keys() -> list[str]:
     """Every key that can be set, as group.key."""
-    groups = {
-        "model": Mamba3Config,
-        "data": DataRecipe,
-        "optim": OptimRecipe,
-        "train": TrainRecipe,
-    }
-    return [f"{name}.{f.name}" for name, cls in groups.items() for f in dataclasses.fields(cls)]
+    return [f"{name}.{f.name}" for name, cls in GROUPS.items() for f in dataclasses.fields(cls)]
 
 
 def _override(data: dict[str, Any], override: str) -> None:

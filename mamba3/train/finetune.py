@@ -17,9 +17,9 @@ from mamba3.ops.dispatch import default_device
 from mamba3.threads import limited_threads, worthwhile_threads
 from mamba3.train.card import write_card
 from mamba3.train.checkpoint import refuse_to_overwrite
-from mamba3.train.config import OptimRecipe
+from mamba3.train.config import OptimRecipe, StepRecipe
 from mamba3.train.log import METRICS_FILE, MetricsLog
-from mamba3.train.loop import fit, make_optimizer
+from mamba3.train.loop import fit, make_step
 from mamba3.train.run import own_rng
 
 
@@ -105,20 +105,18 @@ def finetune(
         decay_steps=steps,
         weight_decay=0.01,
     )
-    losses = []
     out.mkdir(parents=True, exist_ok=True)
     with own_rng(seed), limited_threads(worthwhile_threads(lm)):
         results = {"before": exact_match(lm, tokenizer, valid_rows)}
         log = MetricsLog(out / METRICS_FILE, last_step=-1)
         log.write(0, exact_match=results["before"].overall, n=len(valid_rows))
-        fit(
-            lm,
-            make_optimizer(lm, optim),
+        loss = fit(
+            make_step(lm, optim, StepRecipe()),
             EpochStream(train_rows, tokenizer, batch_size=batch_size, seed=seed),
             optim,
+            StepRecipe(),
             steps=steps,
             log=log,
-            after_step=lambda step, loss: losses.append(loss),
             progress=progress,
         )
         results["after"] = exact_match(lm, tokenizer, valid_rows)
@@ -144,7 +142,7 @@ def finetune(
         exact_match_after=results["after"].overall,
         out=str(out),
         steps=steps,
-        loss=losses[-1],
+        loss=loss,
         n_train=len(train_rows),
         n_valid=len(valid_rows),
         seconds=time.perf_counter() - began,

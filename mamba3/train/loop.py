@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import math
-import sys
-import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
-from tqdm import tqdm
+from torch import nn
 
 from mamba3.data.problems import Batch
-from mamba3.optim import ANVIL, HybridOptimizer, param_groups
-from mamba3.train.config import OptimRecipe
+from mamba3.optim import ANVIL, HybridOptimizer
+from mamba3.train.config import OptimRecipe, StepRecipe
 from mamba3.train.log import MetricsLog
+from mamba3.train.readings import Readings, progress_bar
+from mamba3.train.step import TrainStep
+from mamba3.train.step_cache import CachedStep
+
+# What each name of a recipe's optimizer stands for.
+_OPTIMIZERS = {"adamw": {"overrides": {"*": "adamw"}}, "hybrid": {}, "anvil": ANVIL}
 
 
-def make_optimizer(model, optim: OptimRecipe) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, optim: OptimRecipe, **options) -> HybridOptimizer:
     """The recipe's optimizer over the model's parameters, which say what decays."""
-    numbers = {"lr": optim.lr, "betas": (optim.beta1, optim.beta2), "eps": optim.eps}
-    if optim.name == "adamw":
-        device = next(model.parameters()).device.type
-        groups = param_groups(model, optim.weight_decay)
-        return torch.optim.AdamW(groups, fused=device in ("cpu", "cuda"), **numbers)
-    numbers |= {"weight_decay": optim.weight_decay, "momentum": optim.momentum}
-    return HybridOptimizer(model, **numbers, **(ANVIL if optim.name == "anvil" else {}))
+    return HybridOptimizer(
+        model,
+        lr=optim.lr,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        momentum=optim.momentum,
+        **_OPTIMIZERS[optim.name],
+        **options,
+    )
 
 
 def learning_rate(index: int, optim: OptimRecipe) -> float:
@@ -39,90 +45,70 @@ def learning_rate(index: int, optim: OptimRecipe) -> float:
     return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * cosine)
 
 
+def make_step(model: nn.Module, optim: OptimRecipe, how: StepRecipe) -> TrainStep:
+    """The recipe's step, with its optimizer; weights become bfloat16 if the recipe says so."""
+    model.backbone.recompute = None if how.recompute == "none" else how.recompute
+    half = how.precision == "bf16-weights"
+    model = model.to(torch.bfloat16) if half else model
+    return TrainStep(
+        model,
+        make_optimizer(model, optim, extra_bits=half),
+        precision=how.precision,
+        grad_clip=optim.grad_clip,
+        accumulate=how.accumulate,
+    )
+
+
 def fit(
-    model,
-    optimizer: torch.optim.Optimizer,
+    step: TrainStep,
     batches: Callable[[int], Batch],
     optim: OptimRecipe,
+    how: StepRecipe,
     *,
     steps: int,
     log: MetricsLog,
     start: int = 0,
+    due: Callable[[int], bool] | None = None,
     after_step: Callable[[int, float], None] | None = None,
     progress: bool = True,
-) -> None:
+) -> float | None:
     """Make optimizer steps number start+1 to `steps`.
 
     Args:
-        model: a `Mamba3LM`; it is left in evaluation mode.
-        optimizer: of `make_optimizer`.
+        step: of `make_step`; its model is left in evaluation mode.
         batches: gives batch `index`; step n is made on batch n - 1.
-        optim: learning rate and clipping.
+        optim: the learning rate over the steps.
+        how: whether steps are recorded, and what is not finite skipped.
         steps: number of steps when done.
         log: gets one line a step: loss, lr, grad_norm, tokens_per_s.
         start: number of steps made before.
-        after_step: called with the number of steps made and the last loss.
+        due: steps after which `after_step` is to be called; None is the last alone.
+        after_step: called with the number of steps made and the last loss, the log being up to
+            date.
         progress: show a bar on standard error.
 
+    Returns:
+        The last loss; None if there was no step to make.
+
     Raises:
-        RuntimeError: loss or gradient is NaN or infinite; no weight has been changed by that step.
+        RuntimeError: loss or gradient is NaN or infinite, unless such steps are to be skipped; no
+            weight has been changed by that step.
     """
-    # In a log file every refresh is a line of its own.
-    every = 0.1 if sys.stderr.isatty() else 10
-    with tqdm(
-        total=steps,
-        initial=start,
-        unit="step",
-        file=sys.stderr,
-        disable=not progress,
-        mininterval=every,
-    ) as bar:
+    make, model = CachedStep(step) if how.cache_steps else step, step.model
+    with progress_bar(steps, start, progress) as bar:
+        readings = Readings(log, bar, how.nonfinite)
         for index in range(start, steps):
             lr = learning_rate(index, optim)
+            for group in step.optimizer.param_groups:
+                group["lr"] = lr
+            batch = batches(index)
             model.train()
-            result = _step(model, optimizer, batches(index), index, lr, optim.grad_clip)
-            model.eval()
-            log.write(
-                index + 1,
-                loss=result.loss,
-                lr=lr,
-                grad_norm=result.grad_norm,
-                tokens_per_s=result.tokens_per_s,
-            )
-            bar.set_postfix_str(
-                f"loss {result.loss:.4f}, lr {lr:.1e}, {result.tokens_per_s:,.0f} tokens/s",
-                refresh=False,
-            )
-            bar.update()
-            if after_step is not None:
-                after_step(index + 1, result.loss)
-
-
-class _StepResult(NamedTuple):
-    loss: float
-    grad_norm: float
-    tokens_per_s: float
-
-
-def _step(model, optimizer, batch: Batch, index: int, lr: float, grad_clip: float) -> _StepResult:
-    began = time.perf_counter()
-    device = next(model.parameters()).device
-    loss = model(batch.input_ids.to(device), labels=batch.labels.to(device)).loss
-    _check_finite("loss", loss.item(), index)
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
-    _check_finite("gradient norm", norm.item(), index)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    return _StepResult(loss.item(), norm.item(), batch.n_tokens / (time.perf_counter() - began))
-
-
-def _check_finite(what: str, value: float, index: int) -> None:
-    if not math.isfinite(value):
-        raise RuntimeError(
-            f"the {what} is {value} at step {index + 1} (batch {index}); training stopped before "
-            "that step changed the weights, and the last checkpoint stays. Try a smaller optim.lr "
-            "or optim.grad_clip"
-        )
+            output = make(batch)
+            readings.add(index + 1, output, lr=lr, tokens=batch.n_tokens)
+            if index + 1 == steps or (due is not None and due(index + 1)):
+                loss = readings.finish()
+                model.eval()
+                if after_step is not None:
+                    after_step(index + 1, loss)
+        model.eval()
+    return readings.loss

@@ -28,7 +28,7 @@ from mamba3.train import checkpoint
 from mamba3.train.card import write_card
 from mamba3.train.config import OPTIMIZERS, Recipe
 from mamba3.train.log import METRICS_FILE, MetricsLog
-from mamba3.train.loop import fit, make_optimizer
+from mamba3.train.loop import fit, make_step
 
 RECIPE_FILE = "recipe.yaml"
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class _Run:
         architecture = model.config.to_dict()
         del architecture["model_type"]
         self.recipe = dataclasses.replace(recipe, model=architecture)
-        self.optimizer = make_optimizer(self.model, recipe.optim)
+        self.train_step = make_step(self.model, recipe.optim, recipe.step)
         self.step, self.loss = 0, None
         self.result: ExactMatch | None = None
         self.result_step = -1
@@ -124,7 +124,7 @@ class _Run:
                 f"the run in {self.out} has made {state['step']} steps already, and train.steps is "
                 f"{steps}; set train.steps to at least {state['step']}"
             )
-        checkpoint.restore(state, self.model, self.optimizer)
+        checkpoint.restore(state, self.train_step)
         self.step, self.loss = state["step"], state["loss"]
 
     def go(self, progress: bool) -> ExactMatch:
@@ -145,32 +145,38 @@ class _Run:
         )
         log = MetricsLog(self.out / METRICS_FILE, last_step=self.step)
         fit(
-            self.model,
-            self.optimizer,
+            self.train_step,
             batches,
             recipe.optim,
+            recipe.step,
             start=self.step,
             steps=recipe.train.steps,
             log=log,
+            due=lambda step: self._saves(step) or self._evaluates(step),
             after_step=lambda step, loss: self._after_step(step, loss, log),
             progress=progress,
         )
         return self._evaluate()
 
+    def _saves(self, step: int) -> bool:
+        timing = self.recipe.train
+        return step == timing.steps or step % timing.save_every == 0
+
+    def _evaluates(self, step: int) -> bool:
+        every = self.recipe.train.eval_every
+        return bool(every) and step % every == 0
+
     def _after_step(self, step: int, loss: float, log: MetricsLog) -> None:
         self.step, self.loss = step, loss
-        timing = self.recipe.train
-        save = step == timing.steps or step % timing.save_every == 0
-        if save or (timing.eval_every and step % timing.eval_every == 0):
-            result = self._evaluate()
-            log.write(
-                step,
-                exact_match=result.overall,
-                per_task=result.per_task,
-                n=result.n,
-                truncated=result.truncated,
-            )
-        if save:
+        result = self._evaluate()
+        log.write(
+            step,
+            exact_match=result.overall,
+            per_task=result.per_task,
+            n=result.n,
+            truncated=result.truncated,
+        )
+        if self._saves(step):
             # The state goes first: whatever stops the run in between, it can be resumed.
             self._save_state()
             self._save_model()
@@ -185,8 +191,7 @@ class _Run:
     def _save_state(self) -> None:
         checkpoint.save_state(
             self.out / checkpoint.STATE_FILE,
-            self.model,
-            self.optimizer,
+            self.train_step,
             step=self.step,
             loss=self.loss,
             recipe=self.recipe.to_dict(),

@@ -550,6 +550,15 @@ def test_errors(options, message):
         HybridOptimizer(layers(), **options)
 
 
+def test_extra_bits_of_a_model_that_keeps_float32_parameters():
+    model = language_model().to(torch.bfloat16)
+    for overrides in (None, {"*": "adamw"}):
+        optimizer = HybridOptimizer(model, extra_bits=True, overrides=overrides)
+        for name, p in model.named_parameters():
+            keys = {key.rpartition(".")[2] for key in optimizer.state[p]}
+            assert ("low" in keys) == (p.dtype == torch.bfloat16), name
+
+
 def test_a_number_that_became_wrong_is_an_error_at_the_step():
     model = layers()
     optimizer = HybridOptimizer(model)

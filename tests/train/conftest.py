@@ -15,6 +15,7 @@ def make_recipe():
             "model": {"d_model": 16, "n_layer": 2, "d_state": 8, "headdim": 8},
             "data": {"stages": [1, 2], "batch_size": 8, "eval_problems": 8},
             "optim": {"lr": 0.01, "warmup_steps": 3, "decay_steps": 20},
+            "step": {},
             "train": {"steps": 20, "save_every": 5, "device": "cpu"},
         }
         for key, value in (changes or {}).items():

@@ -9,7 +9,8 @@ from mamba3.data.arithmetic import SKILL_FILE
 from mamba3.data.jsonl import read_rows, split_rows
 from mamba3.data.problems import collate
 from mamba3.eval.exact_match import exact_match
-from mamba3.train import finetune, loop, train
+from mamba3.train import finetune, train
+from mamba3.train.step import TrainStep
 
 
 @pytest.fixture
@@ -59,11 +60,11 @@ def test_before_and_after_are_measured_on_rows_never_trained_on(
 ):
     trained = set()
 
-    def step(model, optimizer, batch, *rest, original=loop._step):
+    def parts(self, batch, original=TrainStep.parts):
         trained.update(map(tuple, batch.input_ids.tolist()))
-        return original(model, optimizer, batch, *rest)
+        return original(self, batch)
 
-    monkeypatch.setattr(loop, "_step", step)
+    monkeypatch.setattr(TrainStep, "parts", parts)
     result = finetune(base, sums, tmp_path / "out", steps=8, batch_size=8, progress=False)
     tokenizer = load_tokenizer(base)
     train_rows, valid_rows = split_rows(read_rows(sums, tokenizer), 0.2)

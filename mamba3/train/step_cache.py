@@ -1,0 +1,137 @@
+"""CachedStep: whole training steps recorded once for each structure, and replayed.
+
+A step of a small model is a thousand short kernels, and the host takes longer to launch them than
+the GPU to run them. Recorded as one CUDA graph, forward, backward, clipping and optimizer start by
+a single call; learning rates, decays and data are read from where they were, with new values.
+
+What a recording depends on is its key: shapes, precision, which parameters train, where everything
+lies. A step of another key is recorded anew; what cannot be recorded runs as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mamba3.data.problems import Batch
+from mamba3.ops.dispatch import backend
+from mamba3.train.step import Part, StepOutput, TrainStep
+
+logger = logging.getLogger(__name__)
+
+# Steps of a key that run as they are before it is recorded: they compile, and make what is kept.
+WARM_UP = 2
+# Keys whose recordings are kept; the one that was not used for longest goes first.
+BOUND = 16
+
+
+def record_cuda(function: Callable[[], Any], pool: Any) -> Callable[[], Any]:
+    """Record a function's work as a CUDA graph, without doing it.
+
+    Args:
+        function: launches kernels, and waits for none of them.
+        pool: memory that recordings share, of which only one runs at a time.
+
+    Returns:
+        What does the work; it returns what `function` did, with new values in it.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        output = function()
+
+    def replay():
+        graph.replay()
+        return output
+
+    return replay
+
+
+# How to record, by the type of the device, and a pool to do it in. Elsewhere steps run as they are.
+RECORDERS: dict[str, tuple[Callable, Callable]] = {
+    "cuda": (record_cuda, torch.cuda.graph_pool_handle)
+}
+
+
+class CachedStep:
+    """Makes the steps of a `TrainStep`, by recordings where there can be one.
+
+    Args:
+        step: what a step is.
+
+    What it returns is overwritten by the next step.
+    """
+
+    def __init__(self, step: TrainStep):
+        self.step = step
+        self._record, pool = RECORDERS.get(step.device.type, (None, None))
+        self._pool = pool() if pool else None
+        self._seen: OrderedDict[tuple, int] = OrderedDict()
+        self._recorded: OrderedDict[tuple, Recording] = OrderedDict()
+        self._told = functools.cache(logger.warning)
+
+    def __call__(self, batch: Batch) -> StepOutput:
+        """Make a step."""
+        step = self.step
+        step.optimizer.advance()
+        parts = step.parts(batch)
+        if self._record is None:
+            return step.run(parts)
+        key = self.key(parts)
+        if (known := self._recorded.get(key)) is not None:
+            self._recorded.move_to_end(key)
+            return known(parts)
+        seen = self._seen[key] = self._seen.pop(key, 0) + 1
+        if seen <= WARM_UP:
+            while len(self._seen) > 4 * BOUND:
+                self._seen.popitem(last=False)
+            return step.run(parts)
+        return self._first(key, parts)
+
+    def _first(self, key: tuple, parts: list[Part]) -> StepOutput:
+        """Record a key's step, and make it."""
+        try:
+            recording = Recording(self.step, parts, self._record, self._pool)
+        except Exception as error:  # whatever it is, the step itself works, or says what is wrong
+            self._told(
+                f"steps run without a CUDA graph, which would be faster: recording one failed with "
+                f"{type(error).__name__}: {error}"
+            )
+            self._record = None
+            return self.step.run(parts)
+        while len(self._recorded) >= BOUND:
+            self._recorded.popitem(last=False)
+        self._recorded[key] = recording
+        return recording(parts)
+
+    def key(self, parts: list[Part]) -> tuple:
+        """All that a recording depends on but for values."""
+        step, groups = self.step, self.step.optimizer.param_groups
+        every = step.model.parameters()
+        return (
+            *((t.shape, t.dtype) for part in parts for t in part),
+            *((p.data_ptr(), p.dtype, p.requires_grad) for p in every),
+            *(module.training for module in step.model.modules()),
+            *((group["betas"], group["eps"], len(group["params"])) for group in groups),
+            (step.precision, step.grad_clip, step.accumulate),
+            (backend(step.device), torch.are_deterministic_algorithms_enabled()),
+        )
+
+
+class Recording:
+    """A recorded step, and the buffers that it reads its batch from."""
+
+    def __init__(self, step: TrainStep, parts: list[Part], record: Callable, pool: Any):
+        self._parts = [Part(*(t.clone() for t in part)) for part in parts]
+        self._replay = record(lambda: step.run(self._parts), pool)
+
+    def __call__(self, parts: list[Part]) -> StepOutput:
+        """Make the step on a batch."""
+        for mine, given in zip(self._parts, parts, strict=True):
+            for buffer, t in zip(mine, given, strict=True):
+                buffer.copy_(t, non_blocking=True)
+        return self._replay()

@@ -1,0 +1,251 @@
+"""A step against the plainest training code, in parts, in every precision, recorded and not."""
+
+import copy
+import logging
+import math
+
+import pytest
+import torch
+from compare import DEVICE, assert_close, randomise
+
+from mamba3 import Mamba3Config, Mamba3LM, ops
+from mamba3.data.problems import Batch
+from mamba3.models.lm import IGNORE
+from mamba3.optim import HybridOptimizer
+from mamba3.train import step_cache
+from mamba3.train.precision import LossScaler
+from mamba3.train.step import TrainStep
+from mamba3.train.step_cache import BOUND, RECORDERS, WARM_UP, CachedStep
+
+VOCAB = 19
+
+
+def model_of(dtype=torch.float64, **options):
+    sizes = {"vocab_size": VOCAB, "d_model": 16, "n_layer": 2, "d_state": 6, "headdim": 8}
+    model = Mamba3LM(Mamba3Config(**sizes, d_intermediate=12, **options), device=DEVICE)
+    return randomise(model, scale=0.3).to(dtype)
+
+
+def batch_of(rows=5, length=9, seed=0):
+    """Rows with answers of different lengths; one has none."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(VOCAB, (rows, length), generator=generator)
+    labels = ids.clone()
+    for i in range(rows):
+        labels[i, : 2 + i] = IGNORE
+    labels[-1] = IGNORE
+    return Batch(ids, labels, ids.numel())
+
+
+def optimizer_of(model, **options):
+    return HybridOptimizer(model, lr=0.01, dtype=torch.float32, **options)
+
+
+def by_hand(model, batch, clip):
+    """Loss and norm of a step, by torch's own loss of all logits."""
+    model.zero_grad()
+    optimizer = optimizer_of(model)
+    logits = model(batch.input_ids.to(DEVICE)).logits[:, :-1].flatten(0, 1)
+    targets = batch.labels[:, 1:].flatten().to(DEVICE)
+    loss = torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORE)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    return loss, norm
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3, 5, 8])
+def test_a_step_in_parts_is_that_of_the_whole_batch(accumulate):
+    mine, plain = model_of(), model_of()
+    for clip in (0.05, 100.0):
+        batch = batch_of(seed=int(clip))
+        step = TrainStep(mine, optimizer_of(mine), grad_clip=clip, accumulate=accumulate)
+        output = step(batch)
+        loss, norm = by_hand(plain, batch, clip)
+        assert output.loss.item() == pytest.approx(loss.item(), rel=1e-6)
+        assert output.grad_norm.item() == pytest.approx(norm.item(), rel=1e-6)
+        assert clip == 100.0 or norm > clip
+    assert_close(dict(mine.named_parameters()), dict(plain.named_parameters()), 1e-6)
+
+
+def test_a_batch_without_a_scored_token_changes_nothing():
+    model = model_of()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    batch = batch_of()
+    optimizer = optimizer_of(model)
+    output = TrainStep(model, optimizer)(batch._replace(labels=torch.full((5, 9), IGNORE)))
+    assert math.isnan(output.loss.item())
+    assert optimizer.skipped_steps == 1
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name])
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("bf16", 0.03), ("fp16", 0.004), ("bf16-weights", 0.03)]
+)
+def test_half_precision_is_near_float32(precision, tolerance):
+    """Gradients of every parameter, weights that stay what they are, and a loss that falls."""
+    half = precision == "bf16-weights"
+    plain = model_of(torch.float32)
+    model = copy.deepcopy(plain).to(torch.bfloat16) if half else copy.deepcopy(plain)
+    if half:
+        plain.load_state_dict(model.state_dict())
+    dtypes = [p.dtype for p in model.parameters()]
+    optimizer = optimizer_of(model, extra_bits=half)
+    step = TrainStep(model, optimizer, precision=precision, grad_clip=1e9)
+    expected = TrainStep(plain, optimizer_of(plain), grad_clip=1e9)
+    batch = batch_of()
+    got, true = step(batch), expected(batch)
+    assert got.loss.dtype == torch.float32
+    assert got.loss.item() == pytest.approx(true.loss.item(), rel=tolerance)
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (p.grad.float() - q.grad).norm() < tolerance * 2 * q.grad.norm(), name
+    losses = [step(batch).loss.item() for _ in range(20)]
+    assert losses[-1] < 0.7 * losses[0]
+    assert [p.dtype for p in model.parameters()] == dtypes
+
+
+def test_the_loss_scale_backs_off_grows_and_goes_on():
+    scaler = LossScaler(torch.device(DEVICE), initial=8.0, interval=3)
+    yes, no = (torch.tensor(value, device=DEVICE) for value in (True, False))
+    seen = []
+    for finite in (no, yes, yes, no, yes, yes, yes, yes):
+        scaler.update(finite)
+        seen.append(scaler.scale.item())
+    assert seen == [4, 4, 4, 2, 2, 2, 4, 4]
+    other = LossScaler(torch.device(DEVICE), interval=3)
+    other.load_state_dict(scaler.state_dict())
+    for _ in range(2):
+        other.update(yes)
+    assert other.scale.item() == 8
+    for _ in range(40):
+        other.update(no)
+    assert other.scale.item() == 1
+    gradients = [torch.full((3,), 6.0, device=DEVICE), torch.ones(2, device=DEVICE)]
+    scaler.unscale(gradients)
+    assert [t.tolist() for t in gradients] == [[1.5] * 3, [0.25] * 2]
+
+
+def test_an_overflow_in_float16_leaves_the_step_out():
+    model = model_of(torch.float32)
+    optimizer = optimizer_of(model)
+    step = TrainStep(model, optimizer, precision="fp16")
+    step.scaler.scale.fill_(2.0**24)
+    batch, scales = batch_of(), []
+    before = model.lm_head.weight.detach().clone()
+    for _ in range(12):
+        step(batch)
+        scales.append(math.log2(step.scaler.scale.item()))
+        if optimizer.skipped_steps == len(scales):
+            assert torch.equal(model.lm_head.weight, before)
+    skipped = optimizer.skipped_steps
+    assert 0 < skipped < 12
+    assert scales == [24 - min(i, skipped) for i in range(1, 13)]
+    assert not torch.equal(model.lm_head.weight, before)
+
+
+# recorded steps
+
+
+class Recorder:
+    """Stands in for CUDA graphs where there is no GPU; counts in any case."""
+
+    def __init__(self):
+        self.recorded = self.replayed = 0
+        self.record = RECORDERS.get(DEVICE, (lambda function, pool: function, object))
+
+    def __call__(self, function, pool):
+        self.recorded += 1
+        replay = self.record[0](function, pool)
+
+        def counting():
+            self.replayed += 1
+            return replay()
+
+        return counting
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    recorder = Recorder()
+    monkeypatch.setitem(RECORDERS, DEVICE, (recorder, recorder.record[1]))
+    return recorder
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16", "bf16-weights"])
+def test_recorded_steps_are_the_steps(recorder, precision):
+    """Every bit of losses, norms and weights, over shapes that change and numbers that change."""
+    models, outputs = [], []
+    for cached in (False, True):
+        half = precision == "bf16-weights"
+        model = model_of(torch.bfloat16 if half else torch.float32)
+        optimizer = HybridOptimizer(model, lr=0.01, extra_bits=half)
+        step = TrainStep(model, optimizer, precision=precision, accumulate=2)
+        make, found = CachedStep(step) if cached else step, []
+        for i in range(12):
+            for group in optimizer.param_groups:
+                group["lr"], group["weight_decay"] = 0.01 / (i + 1), 0.1 * i
+            batch = batch_of(length=(9, 9, 6)[i % 3], seed=i)
+            found += [t.clone() for t in make(batch)]
+        models.append(model)
+        outputs.append(found)
+    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+    assert_same_weights(*models)
+    assert recorder.recorded == 2
+    assert recorder.replayed == 12 - 2 * WARM_UP
+
+
+def assert_same_weights(a, b):
+    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def test_what_a_step_depends_on_is_recorded_anew(recorder):
+    model = model_of(torch.float32)
+    optimizer = HybridOptimizer(model, lr=0.01)
+    step = TrainStep(model, optimizer)
+    make = CachedStep(step)
+
+    def steps_recorded(batch):
+        before = recorder.recorded
+        for _ in range(WARM_UP + 2):
+            make(batch)
+        return recorder.recorded - before
+
+    assert steps_recorded(batch_of()) == 1
+    assert steps_recorded(batch_of(seed=3)) == 0
+    assert steps_recorded(batch_of(length=8)) == 1
+    assert steps_recorded(batch_of()) == 0  # the first is still there
+    model.backbone.embedding.weight.requires_grad_(False)
+    assert steps_recorded(batch_of()) == 1
+    model.eval()
+    assert steps_recorded(batch_of()) == 1
+    step.grad_clip = 0.5
+    assert steps_recorded(batch_of()) == 1
+    optimizer.param_groups[1]["betas"] = (0.8, 0.9)
+    assert steps_recorded(batch_of()) == 1
+    with ops.use_backend("reference"):
+        assert steps_recorded(batch_of()) == 1
+    for length in range(10, 10 + BOUND):
+        assert steps_recorded(batch_of(length=length)) == 1
+    assert len(make._recorded) == BOUND
+    optimizer.param_groups[1]["betas"] = (0.8, 0.9)
+    assert steps_recorded(batch_of()) == 1  # it had to go
+
+
+def test_what_cannot_be_recorded_runs_and_is_said_once(monkeypatch, caplog):
+    def fail(function, pool):
+        raise RuntimeError("no graph today")
+
+    monkeypatch.setitem(RECORDERS, DEVICE, (fail, object))
+    plain, cached = model_of(torch.float32), model_of(torch.float32)
+    a = TrainStep(plain, HybridOptimizer(plain, lr=0.01))
+    b = CachedStep(TrainStep(cached, HybridOptimizer(cached, lr=0.01)))
+    with caplog.at_level(logging.WARNING):
+        for i in range(WARM_UP + 3):
+            a(batch_of(seed=i))
+            b(batch_of(seed=i))
+    assert_same_weights(plain, cached)
+    [record] = caplog.records
+    assert "RuntimeError: no graph today" in record.getMessage()
+    assert record.name == step_cache.__name__
