@@ -1,4 +1,4 @@
-"""The state of a training run, in one file: what is needed to continue exactly.
+"""The states of a training run, a file each: what is needed to continue exactly.
 
 It holds the weights too, although the folder has them again in model.safetensors for others to
 load: so weights, optimizer and step are of one moment, whenever the run was stopped. Schedule and
@@ -7,6 +7,7 @@ data are functions of the step and need no state of their own.
 
 from __future__ import annotations
 
+import logging
 import pickle
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,17 @@ import torch
 from mamba3.atomic import replace_file
 from mamba3.train.step import TrainStep
 
-STATE_FILE = "training_state.pt"
+logger = logging.getLogger(__name__)
+
+# OUT/checkpoints/step-00000500.pt, and so on.
+STATES = "checkpoints"
 # What may change when a run continues: it decides how long it goes and what is looked at, not what
 # a step does.
 FREE_KEYS = {
     "data.eval_problems",
     "step.cache_steps",
     "train.steps",
+    "train.keep",
     "train.eval_every",
     "train.save_every",
     "train.device",
@@ -31,21 +36,35 @@ FREE_KEYS = {
 
 
 def save_state(
-    path: str | Path,
+    out: str | Path,
     train_step: TrainStep,
     *,
     step: int,
     loss: float | None,
+    best: dict[str, float],
     recipe: dict[str, Any],
+    keep: int,
 ) -> None:
     """Write the state of a run after `step` steps, whole or not at all.
 
+    Args:
+        out: folder of the run.
+        train_step: model and optimizer.
+        step, loss: steps made, and the last loss.
+        best: step and exact match of the best model so far.
+        recipe: of the run.
+        keep: states to keep, the last ones; older ones go.
+
     Raises:
-        OSError: writing failed; the previous state is still there.
+        OSError: writing failed; the previous states are still there.
     """
+    folder = Path(out) / STATES
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step-{step:08}.pt"
     state = {
         "step": step,
         "loss": loss,
+        "best": best,
         "recipe": recipe,
         **train_step.state_dict(),
         "rng": {"cpu": torch.get_rng_state()},
@@ -56,25 +75,39 @@ def save_state(
         replace_file(path, lambda file: torch.save(state, file))
     except RuntimeError as error:  # torch.save turns a failed write into one
         raise OSError(f"{path} could not be written (is the disk full?): {error}") from error
+    for old in _states(out)[keep:]:
+        old.unlink()
 
 
-def load_state(path: str | Path) -> dict[str, Any]:
-    """Read what `save_state` wrote, on the CPU.
+def load_state(out: str | Path) -> dict[str, Any]:
+    """Read the last state of a run that is whole, on the CPU.
+
+    One that is damaged is said, and the one before it taken.
 
     Raises:
         FileNotFoundError: there is no run in this folder.
-        ValueError: the file is damaged.
+        ValueError: every state is damaged.
     """
-    path = Path(path)
-    if not path.is_file():
+    paths = _states(out)
+    if not paths:
         raise FileNotFoundError(
-            f"{path.parent} holds no run to resume ({path.name} is missing); start one without "
+            f"{out} holds no run to resume ({STATES}/step-*.pt is missing); start one without "
             "resume"
         )
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} is damaged and cannot be resumed from: {error}") from error
+    for path, before in zip(paths, [*paths[1:], None], strict=True):
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+            what = f"{path} is damaged and cannot be resumed from: {error}"
+            if before is None:
+                raise ValueError(what) from error
+            logger.warning("%s; taking %s", what, before.name)
+    raise AssertionError
+
+
+def _states(out: str | Path) -> list[Path]:
+    """Files of a run's states, the last one first."""
+    return sorted((Path(out) / STATES).glob("step-*.pt"), reverse=True)
 
 
 def restore(state: dict[str, Any], train_step: TrainStep) -> None:
@@ -89,7 +122,7 @@ def refuse_to_overwrite(out: Path, remedy: str) -> None:
     """Raise a FileExistsError if a folder holds a model or a run already."""
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"{out} is a file; expected a folder to write to")
-    for name in ("config.json", STATE_FILE):
+    for name in ("config.json", STATES):
         if (out / name).exists():
             raise FileExistsError(f"{out} already holds {name}; {remedy}")
 

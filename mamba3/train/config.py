@@ -134,6 +134,7 @@ class TrainRecipe:
         seed: of the initial weights and of the data.
         save_every: steps between checkpoints; the end is always saved. A checkpoint is evaluated,
             so that its model card holds its own numbers.
+        keep: checkpoints to keep, the last ones. The best model is kept besides, in OUT/best.
         eval_every: steps between further evaluations; 0 makes none.
         init_from: name or folder of a model whose weights to start from.
         device: such as "cpu" or "cuda"; None takes a GPU if there is one.
@@ -143,6 +144,7 @@ class TrainRecipe:
     steps: int
     seed: int = 0
     save_every: int = 500
+    keep: int = 2
     eval_every: int = 0
     init_from: str | None = None
     device: str | None = None
@@ -150,7 +152,7 @@ class TrainRecipe:
 
     def __post_init__(self):
         _coerce_fields(self)
-        _check_at_least(self, 1, "steps", "save_every")
+        _check_at_least(self, 1, "steps", "save_every", "keep")
         _check_at_least(self, 0, "seed", "eval_every")
         if self.threads is not None:
             _check_at_least(self, 1, "threads")

@@ -70,6 +70,7 @@ def fit(
     start: int = 0,
     due: Callable[[int], bool] | None = None,
     after_step: Callable[[int, float], None] | None = None,
+    stop: Callable[[], bool] | None = None,
     progress: bool = True,
 ) -> float | None:
     """Make optimizer steps number start+1 to `steps`.
@@ -85,6 +86,7 @@ def fit(
         due: steps after which `after_step` is to be called; None is the last alone.
         after_step: called with the number of steps made and the last loss, the log being up to
             date.
+        stop: asked after every step whether to end there; `after_step` is then called.
         progress: show a bar on standard error.
 
     Returns:
@@ -105,10 +107,13 @@ def fit(
             model.train()
             output = make(batch)
             readings.add(index + 1, output, lr=lr, tokens=batch.n_tokens)
-            if index + 1 == steps or (due is not None and due(index + 1)):
+            stops = stop is not None and stop()
+            if stops or index + 1 == steps or (due is not None and due(index + 1)):
                 loss = readings.finish()
                 model.eval()
                 if after_step is not None:
                     after_step(index + 1, loss)
+            if stops:
+                break
         model.eval()
     return readings.loss

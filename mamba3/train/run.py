@@ -1,7 +1,8 @@
 """train: a run of the arithmetic curriculum, from a recipe to a folder that is ready for the Hub.
 
 OUT/config.json, model.safetensors, tokenizer.json, README.md    the model
-OUT/recipe.yaml, metrics.jsonl, training_state.pt                the run
+OUT/best/                                                        the best one at a checkpoint
+OUT/recipe.yaml, metrics.jsonl, checkpoints/                     the run
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ from mamba3.train.card import write_card
 from mamba3.train.config import OPTIMIZERS, Recipe
 from mamba3.train.log import METRICS_FILE, MetricsLog
 from mamba3.train.loop import fit, make_step
+from mamba3.train.signals import Stopped, StopSignals
 
 RECIPE_FILE = "recipe.yaml"
+BEST = "best"
 logger = logging.getLogger(__name__)
 
 
@@ -70,10 +73,11 @@ def train(
         FileNotFoundError: there is no run to resume.
         ValueError: the recipe is not that of the run to resume.
         RuntimeError: loss or gradient became NaN or infinite; the last checkpoint stays.
+        Stopped: SIGTERM or SIGINT came; the state after the step that was under way is saved.
     """
     began = time.perf_counter()
     out = Path(out)
-    state = checkpoint.load_state(out / checkpoint.STATE_FILE) if resume else None
+    state = checkpoint.load_state(out) if resume else None
     if state is None:
         checkpoint.refuse_to_overwrite(out, "choose another folder, or resume the run in it")
     with own_rng(recipe.train.seed):
@@ -108,6 +112,7 @@ class _Run:
         self.recipe = dataclasses.replace(recipe, model=architecture)
         self.train_step = make_step(self.model, recipe.optim, recipe.step)
         self.step, self.loss = 0, None
+        self.best = {"step": 0, "exact_match": -1.0}
         self.result: ExactMatch | None = None
         self.result_step = -1
         if state is None:
@@ -125,7 +130,7 @@ class _Run:
                 f"{steps}; set train.steps to at least {state['step']}"
             )
         checkpoint.restore(state, self.train_step)
-        self.step, self.loss = state["step"], state["loss"]
+        self.step, self.loss, self.best = state["step"], state["loss"], state["best"]
 
     def go(self, progress: bool) -> ExactMatch:
         """Make the steps that are left; return the last evaluation."""
@@ -144,18 +149,20 @@ class _Run:
             seed=recipe.train.seed,
         )
         log = MetricsLog(self.out / METRICS_FILE, last_step=self.step)
-        fit(
-            self.train_step,
-            batches,
-            recipe.optim,
-            recipe.step,
-            start=self.step,
-            steps=recipe.train.steps,
-            log=log,
-            due=lambda step: self._saves(step) or self._evaluates(step),
-            after_step=lambda step, loss: self._after_step(step, loss, log),
-            progress=progress,
-        )
+        with StopSignals() as signals:
+            fit(
+                self.train_step,
+                batches,
+                recipe.optim,
+                recipe.step,
+                start=self.step,
+                steps=recipe.train.steps,
+                log=log,
+                due=lambda step: self._saves(step) or self._evaluates(step),
+                after_step=lambda step, loss: self._after_step(step, loss, log, signals),
+                stop=lambda: signals.received is not None,
+                progress=progress,
+            )
         return self._evaluate()
 
     def _saves(self, step: int) -> bool:
@@ -166,8 +173,12 @@ class _Run:
         every = self.recipe.train.eval_every
         return bool(every) and step % every == 0
 
-    def _after_step(self, step: int, loss: float, log: MetricsLog) -> None:
+    def _after_step(self, step: int, loss: float, log: MetricsLog, signals: StopSignals) -> None:
         self.step, self.loss = step, loss
+        if signals.received is not None and step < self.recipe.train.steps:
+            # Whoever sent it waits, and may kill soon: nothing is measured.
+            self._save_state()
+            raise Stopped(signals.received, step, str(self.out))
         result = self._evaluate()
         log.write(
             step,
@@ -176,10 +187,15 @@ class _Run:
             n=result.n,
             truncated=result.truncated,
         )
-        if self._saves(step):
-            # The state goes first: whatever stops the run in between, it can be resumed.
-            self._save_state()
-            self._save_model()
+        if not self._saves(step):
+            return
+        better = result.overall > self.best["exact_match"]
+        if better:
+            self.best = {"step": step, "exact_match": result.overall}
+        # The state goes first: whatever stops the run in between, it can be resumed.
+        self._save_state()
+        for folder in (self.out, self.out / BEST)[: 1 + better]:
+            self._save_model(folder)
 
     def _evaluate(self) -> ExactMatch:
         """Exact match after the present step; measured once a step."""
@@ -190,15 +206,17 @@ class _Run:
 
     def _save_state(self) -> None:
         checkpoint.save_state(
-            self.out / checkpoint.STATE_FILE,
+            self.out,
             self.train_step,
             step=self.step,
             loss=self.loss,
+            best=self.best,
             recipe=self.recipe.to_dict(),
+            keep=self.recipe.train.keep,
         )
 
-    def _save_model(self) -> None:
-        hub.save_pretrained(self.model, self.out, tokenizer=self.tokenizer)
+    def _save_model(self, folder: Path) -> None:
+        hub.save_pretrained(self.model, folder, tokenizer=self.tokenizer)
         recipe = self.recipe
         summary = (
             f"Trained with mamba3 on stages {recipe.data.stages} of the arithmetic curriculum: "
@@ -207,7 +225,7 @@ class _Run:
             "recipe.yaml of this folder trains it again."
         )
         write_card(
-            self.out,
+            folder,
             model=self.model,
             summary=summary,
             measured_on=(

@@ -2,6 +2,7 @@ import dataclasses
 import logging
 import math
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from safetensors.torch import load_file
 from mamba3 import Mamba3LM
 from mamba3.data import arithmetic
 from mamba3.eval.exact_match import exact_match
-from mamba3.train import loop, train
+from mamba3.train import loop, run, train
+from mamba3.train.checkpoint import load_state
 from mamba3.train.config import load_recipe
+from mamba3.train.signals import StopSignals
 
 
 @pytest.fixture
@@ -32,12 +35,16 @@ def assert_same_run(out, whole, read_metrics):
     weights, expected = (load_file(o / "model.safetensors") for o in (out, whole))
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
-    state, expected = (torch.load(o / "training_state.pt", weights_only=True) for o in (out, whole))
+    state, expected = (load_state(o) for o in (out, whole))
     moments = state["optimizer"]["state"]
     assert moments.keys() == expected["optimizer"]["state"].keys()
     for number, values in expected["optimizer"]["state"].items():
         assert all(torch.equal(moments[number][name], values[name]) for name in values)
     assert torch.equal(state["rng"]["cpu"], expected["rng"]["cpu"])
+
+
+def files_of(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 class Stop(Exception):
@@ -117,8 +124,7 @@ def test_10_and_10_steps_are_20(make_recipe, tmp_path, read_metrics, optimizer, 
     result = train(make_recipe(name), out, resume=True, progress=False)
     assert result.steps == 20
     assert_same_run(out, whole, read_metrics)
-    state = torch.load(out / "training_state.pt", weights_only=True)
-    assert ("scaler" in state) == (precision == "fp16")
+    assert ("scaler" in load_state(out)) == (precision == "fp16")
 
 
 def test_optimizers_are_those_of_the_recipe(make_recipe):
@@ -177,11 +183,52 @@ train(load_recipe(sys.argv[1]), sys.argv[2], progress=False)
     assert_same_run(out, whole_run, read_metrics)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_with_its_state_saved(
+    make_recipe, tmp_path, whole_run, read_metrics, number
+):
+    out, recipe = tmp_path / "stopped", tmp_path / "recipe.yaml"
+    recipe.write_text(make_recipe().to_yaml())
+    code = f"""
+import os, sys
+import torch
+from mamba3.cli import main
+from mamba3.train import loop
+
+def learning_rate(index, optim, original=loop.learning_rate):
+    if index == 12:
+        os.kill(os.getpid(), {int(number)})
+    return original(index, optim)
+
+torch.set_num_threads(1)
+loop.learning_rate = learning_rate
+sys.exit(main(sys.argv[1:]))
+"""
+    command = [sys.executable, "-c", code, "train", str(recipe), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 128 + number
+    last = done.stderr.splitlines()[-1]
+    assert f"stopped by {number.name} after step 13; the state is saved in {out}" in last
+    assert load_state(out)["step"] == 13
+    assert read_metrics(out)[-1]["step"] == 13
+    before = signal.getsignal(number)
+    train(make_recipe(), out, resume=True, progress=False)
+    assert signal.getsignal(number) == before
+    assert_same_run(out, whole_run, read_metrics)
+
+
+def test_a_second_signal_does_not_wait():
+    with pytest.raises(KeyboardInterrupt), StopSignals() as signals:  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        assert signals.received == signal.SIGINT
+        signal.raise_signal(signal.SIGINT)
+
+
 def test_resuming_a_finished_run_changes_nothing(make_recipe, whole_run):
-    files = {p.name: p.read_bytes() for p in whole_run.iterdir()}
+    files = files_of(whole_run)
     result = train(make_recipe(), whole_run, resume=True, progress=False)
     assert result.steps == 20
-    assert {p.name: p.read_bytes() for p in whole_run.iterdir()} == files
+    assert files_of(whole_run) == files
 
 
 @pytest.mark.parametrize(
@@ -197,10 +244,10 @@ def test_resuming_a_finished_run_changes_nothing(make_recipe, whole_run):
 def test_resuming_with_another_recipe_names_the_difference(
     make_recipe, whole_run, key, value, message
 ):
-    files = {p.name: p.read_bytes() for p in whole_run.iterdir()}
+    files = files_of(whole_run)
     with pytest.raises(ValueError, match=message):
         train(make_recipe({key: value}), whole_run, resume=True, progress=False)
-    assert {p.name: p.read_bytes() for p in whole_run.iterdir()} == files
+    assert files_of(whole_run) == files
 
 
 def test_a_folder_in_use_is_refused(make_recipe, whole_run, tmp_path):
@@ -213,11 +260,41 @@ def test_a_folder_in_use_is_refused(make_recipe, whole_run, tmp_path):
         train(make_recipe(), tmp_path / "nowhere", resume=True, progress=False)
 
 
-def test_a_damaged_state_is_named(make_recipe, whole_run):
-    path = whole_run / "training_state.pt"
-    path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=r"training_state\.pt is damaged"):
-        train(make_recipe(), whole_run, resume=True, progress=False)
+def test_a_damaged_state_falls_back_to_the_one_before(
+    make_recipe, whole_run, read_metrics, tmp_path, caplog
+):
+    out = tmp_path / "damaged"
+    shutil.copytree(whole_run, out)
+    newest, before = sorted((out / "checkpoints").iterdir(), reverse=True)
+    newest.write_bytes(newest.read_bytes()[:1000])
+    with caplog.at_level(logging.WARNING):
+        train(make_recipe(), out, resume=True, progress=False)
+    assert "step-00000020.pt is damaged" in caplog.text
+    assert "taking step-00000015.pt" in caplog.text
+    assert_same_run(out, whole_run, read_metrics)
+    for path in (newest, before):
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"step-00000015\.pt is damaged"):
+        train(make_recipe(), out, resume=True, progress=False)
+
+
+def test_the_last_states_and_the_best_model_are_kept(make_recipe, tmp_path, monkeypatch):
+    scores = iter([0.1, 0.5, 0.3, 0.5, 0.4])
+
+    def measured(*args, original=run.exact_match):
+        return original(*args)._replace(overall=next(scores))
+
+    monkeypatch.setattr(run, "exact_match", measured)
+    out = tmp_path / "run"
+    recipe = make_recipe({"train.keep": 3, "train.save_every": 4, "data.stages": [2]})
+    train(recipe, out, progress=False)
+    kept = [path.name for path in sorted((out / "checkpoints").iterdir())]
+    assert kept == [f"step-{step:08}.pt" for step in (12, 16, 20)]
+    assert load_state(out)["best"] == {"step": 8, "exact_match": 0.5}
+    assert "8 steps of 8 problems" in (out / "best" / "README.md").read_text()
+    best, last = (load_file(folder / "model.safetensors") for folder in (out / "best", out))
+    assert not torch.equal(*(f["backbone.embedding.weight"] for f in (best, last)))
+    assert "20 steps of 8 problems" in (out / "README.md").read_text()
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(
@@ -236,10 +313,10 @@ def test_a_full_disk_leaves_the_checkpoint_before(
                 resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
         patch.setattr(torch, "save", save)
-        with pytest.raises(OSError, match=r"training_state\.pt could not be written"):
+        with pytest.raises(OSError, match=r"step-00000010\.pt could not be written"):
             train(make_recipe(), out, progress=False)
-    assert torch.load(out / "training_state.pt", weights_only=True)["step"] == 5
-    assert not list(out.glob(".*"))
+    assert load_state(out)["step"] == 5
+    assert not list(out.rglob(".*"))
     train(make_recipe(), out, resume=True, progress=False)
     assert_same_run(out, whole_run, read_metrics)
 
@@ -257,7 +334,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(make_recipe, tmp_path, monkeypa
     out = tmp_path / "run"
     with pytest.raises(RuntimeError, match=r"the loss is nan at step 8 \(batch 7\)"):
         train(make_recipe(), out, progress=False)
-    assert torch.load(out / "training_state.pt", weights_only=True)["step"] == 5
+    assert load_state(out)["step"] == 5
     assert all(torch.isfinite(p).all() for p in Mamba3LM.from_pretrained(out).parameters())
 
 
