@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from . import rules
 from .orthogonalize import check_preset, lr_factor, orthogonalize, product_dtype
 from .param_groups import Piece
 from .rules import Rails, Scalar
+
+if TYPE_CHECKING:
+    from .triton.adamw import Layout
 
 # Elements of the matrices that are worked on at a time: bounds the float32 copies of a step.
 PART_ELEMENTS = 1 << 28
@@ -146,12 +150,8 @@ class MuonBank:
 
     def factors(self, like: Mapping[str, Any]) -> list[Tensor]:
         """lr_mul, decay_mul, follows and own_decay of every matrix, (K, 1, 1)."""
-        pieces = [member.piece for member in self.members]
-        factor = lr_factor(self.options.lr_rule, *pieces[0].shape)
-        lr_mul = torch.tensor([piece.lr_mul for piece in pieces], dtype=torch.float64)
-        follows = torch.tensor([piece.weight_decay is None for piece in pieces])
-        own = torch.tensor([piece.weight_decay or 0.0 for piece in pieces], dtype=torch.float64)
-        # Decay of matrix k: lr decay_mul[k] (weight_decay follows[k] + own[k]).
+        factor = lr_factor(self.options.lr_rule, *self.members[0].piece.shape)
+        lr_mul, follows, own = _numbers_of(self.members)
         decay_mul = lr_mul * factor if self.options.decay_adjusted else lr_mul
         every = (lr_mul * factor, decay_mul, follows, own)
         return [t.to(**like)[:, None, None] for t in every]
@@ -283,13 +283,12 @@ class MuonBank:
 class AdamWPiece:
     """A piece that AdamW trains, and its state."""
 
-    def __init__(self, member: Member, options: Options):
-        self.member, self.options = member, options
+    def __init__(self, member: Member, options: Options, count: Tensor):
+        self.member, self.options, self.count = member, options, count
         weight = member.weight
         like = {"device": weight.device, "dtype": wide(weight.dtype)}
         self.average = torch.zeros(weight.shape, **like)
         self.square = torch.zeros(weight.shape, **like)
-        self.count = torch.zeros((), device=weight.device, dtype=torch.float32)
         every = options.adam_every
         self.kept = torch.zeros(weight.shape, **like) if every > 1 else None
         bits = options.extra_bits and weight.dtype == torch.bfloat16
@@ -311,11 +310,9 @@ class AdamWPiece:
         """Whether torch's fused kernel does all that is asked for."""
         weight = self.member.weight
         same = weight.dtype == self.average.dtype and weight.device.type in ("cpu", "cuda")
+        # It takes all tensors as they lie in memory, and the state lies row by row.
+        same = same and weight.is_contiguous()
         return same and self.low is None and not self.options.cautious
-
-    def keep(self, grad: Tensor) -> None:
-        """Add a gradient to those that a later step takes."""
-        self.kept.add_(grad)
 
     def step(self, grad: Tensor, lr: Scalar, decay: Scalar, betas, eps: float) -> None:
         """One step in plain operations."""
@@ -334,17 +331,38 @@ class AdamWPiece:
 
 
 class AdamWList:
-    """AdamW's pieces on one device."""
+    """AdamW's pieces on one device, of one dtype."""
 
     def __init__(self, members: Sequence[Member], options: Options):
-        self.pieces = [AdamWPiece(member, options) for member in members]
-        self.members, self.device = list(members), members[0].weight.device
-        self._fused = all(piece.fused and piece.kept is None for piece in self.pieces)
+        weight = members[0].weight
+        self.members, self.options, self.device = list(members), options, weight.device
+        self.counts = torch.zeros(len(members), device=weight.device, dtype=torch.float32)
+        self.pieces = [
+            AdamWPiece(member, options, count)
+            for member, count in zip(members, self.counts.unbind(), strict=True)
+        ]
+        self.lr_mul, self.follows, self.own_decay = (
+            t.to(weight.device, wide(weight.dtype)) for t in _numbers_of(members)
+        )
+
+    @property
+    def on_kernels(self) -> bool:
+        """Whether Triton makes the steps, which takes weights row by row."""
+        return dispatch.on_kernels(self.pieces[0].average) and all(
+            member.parameter.is_contiguous() for member in self.members
+        )
 
     @property
     def skips(self) -> bool:
-        """Whether torch's fused kernel makes the steps on a GPU, and heeds `Numbers.skip`."""
-        return self._fused and dispatch.on_kernels(self.pieces[0].average)
+        """Whether steps heed `Numbers.skip`."""
+        return self.on_kernels
+
+    @cached_property
+    def layout(self) -> Layout:
+        """What the kernels know of the pieces."""
+        from .triton.adamw import Layout
+
+        return Layout.of(self.pieces)
 
     def states(self) -> Iterator[tuple[Member, dict[str, Tensor]]]:
         """Every member with its state by name."""
@@ -356,34 +374,46 @@ class AdamWList:
         active: bool = True,
     ) -> None:  # fmt: skip
         """Update the pieces that have a gradient, or keep it for the next active step."""
-        together: dict[tuple, list[tuple[AdamWPiece, Tensor]]] = {}
-        for piece in self.pieces:
-            grad = gradients(piece.member)
-            if not active:
+        grads = [gradients(member) for member in self.members]
+        if self.on_kernels:
+            from .triton.adamw import step
+
+            step(self, grads, numbers, betas, eps, active)
+        elif active:
+            self._step(grads, numbers, betas, eps)
+        else:
+            for piece, grad in zip(self.pieces, grads, strict=True):
                 if grad is not None:
-                    piece.keep(grad)
-                continue
+                    piece.kept.add_(grad)
+
+    def _step(
+        self, grads: Sequence[Tensor | None], numbers: Numbers, betas: tuple[float, float],
+        eps: float,
+    ) -> None:  # fmt: skip
+        """An active step without Triton."""
+        together: dict[tuple, list[tuple[AdamWPiece, Tensor]]] = {}
+        for piece, grad in zip(self.pieces, grads, strict=True):
             if piece.kept is not None:
                 # A gradient of an earlier step is one, too.
                 grad = piece.kept if grad is None else piece.kept + grad
             if grad is None:
                 continue
             facts = piece.member.piece
-            key = (piece.fused, facts.lr_mul, facts.weight_decay, piece.average.dtype)
+            key = (piece.fused, facts.lr_mul, facts.weight_decay)
             together.setdefault(key, []).append((piece, grad))
-        for (fused, lr_mul, own_decay, _), those in together.items():
+        for (fused, lr_mul, own_decay), those in together.items():
             lr = numbers.lr * lr_mul
             decay = numbers.weight_decay if own_decay is None else own_decay
             # A number 0 says that there is nothing to do; 0 in a device scalar would not.
             decay = lr * decay if isinstance(decay, Tensor) or decay else 0.0
             if fused:
-                pieces, grads = zip(*those, strict=True)
-                _fused(pieces, grads, lr, decay, betas, eps, numbers.skip)
+                pieces, found = zip(*those, strict=True)
+                _fused(pieces, found, lr, decay, betas, eps)
                 continue
             for piece, grad in those:
                 piece.step(grad, lr, decay, betas, eps)
         for piece in self.pieces:
-            if active and piece.kept is not None:
+            if piece.kept is not None:
                 piece.kept.zero_()
 
 
@@ -396,6 +426,20 @@ def make_bank(members: Sequence[Member], options: Options) -> MuonBank:
     return MuonBank(members, options)
 
 
+def _numbers_of(members: Sequence[Member]) -> tuple[Tensor, Tensor, Tensor]:
+    """lr_mul, follows and own_decay of every piece, (K,).
+
+    The decay of piece k is lr lr_mul[k] (weight_decay follows[k] + own_decay[k]).
+    """
+    pieces = [member.piece for member in members]
+    rows = (
+        [piece.lr_mul for piece in pieces],
+        [piece.weight_decay is None for piece in pieces],
+        [piece.weight_decay or 0.0 for piece in pieces],
+    )
+    return torch.tensor(rows, dtype=torch.float64).unbind()
+
+
 def _fused(
     pieces: Sequence[AdamWPiece],
     grads: Sequence[Tensor],
@@ -403,26 +447,20 @@ def _fused(
     decay: Scalar,
     betas: tuple[float, float],
     eps: float,
-    skip: Scalar,
 ) -> None:
     weights = [piece.member.weight for piece in pieces]
-    found = None
-    if isinstance(skip, Tensor) or skip:
-        found = torch.as_tensor(skip, dtype=torch.float32, device=weights[0].device)
-        decay = decay * (1 - skip)
     # By itself, since the kernel takes the decay as a number, which a CUDA graph would freeze.
     if isinstance(decay, Tensor) or decay:
         torch._foreach_mul_(weights, 1 - decay)
     dtype = pieces[0].average.dtype
     adamw(
         weights,
-        [grad.to(dtype) for grad in grads],
+        [grad.to(dtype).contiguous() for grad in grads],
         [piece.average for piece in pieces],
         [piece.square for piece in pieces],
         [],
         [piece.count for piece in pieces],
         fused=True,
-        found_inf=found,
         amsgrad=False,
         beta1=betas[0],
         beta2=betas[1],

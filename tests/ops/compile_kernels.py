@@ -22,9 +22,9 @@ from mamba3.ops.loss import empty_logits
 from mamba3.ops.triton import loss
 from mamba3.ops.triton import scan as launchers
 from mamba3.optim import Rails
-from mamba3.optim.banks import Member, MuonBank, Numbers, Options
+from mamba3.optim.banks import AdamWList, Member, MuonBank, Numbers, Options
 from mamba3.optim.param_groups import Piece
-from mamba3.optim.triton import launch, updates
+from mamba3.optim.triton import adamw, launch, updates
 
 FORMS = {
     "siso": {"headdim": 64, "d_state": 128, "angles": 32, "dtype": torch.bfloat16},
@@ -42,6 +42,11 @@ UPDATES = {
     "updates": {"shape": (96, 64), "stored": torch.float32},
     "updates-bits": {"shape": (96, 64), "stored": torch.bfloat16, "bits": True},
     "updates-odd": {"shape": (9, 7), "stored": torch.float16},
+}
+ADAMW = {
+    "adamw": {"stored": torch.float32},
+    "adamw-bits": {"stored": torch.bfloat16, "bits": True, "cautious": True},
+    "adamw-every": {"stored": torch.float16, "every": 2},
 }
 TYPES = {
     torch.float32: "*fp32",
@@ -147,24 +152,40 @@ def compile_loss(capability: int, rows, vocab, dtype) -> None:
         Compiler(capability)(loss.cross_entropy_kernel, (rows,), *args, **constants)
 
 
-def compile_updates(capability: int, shape, stored, bits=False) -> None:
-    """Momentum of two rails, scale, and lanes and weights with updates by row and by column."""
+def options_of(capability: int, **given) -> Options:
+    """Options of an optimizer whose kernels are compiled."""
     compiler = Compiler(capability)
     launch._launcher = lambda *known: compiler
-    options = Options(
-        preset="anvil6", lr_rule="original", nesterov=True, rails=Rails(), equalize=None,
-        row_equalize=False, trace_norm=False, cautious=True, decay_adjusted=True, extra_bits=bits,
-        adam_every=1, dtype=torch.bfloat16,
-    )  # fmt: skip
+    return Options(**{
+        "preset": "anvil6", "lr_rule": "original", "nesterov": True, "rails": Rails(),
+        "equalize": None, "row_equalize": False, "trace_norm": False, "cautious": False,
+        "decay_adjusted": True, "extra_bits": False, "adam_every": 1, "dtype": torch.bfloat16,
+    } | given)  # fmt: skip
+
+
+def compile_adamw(capability: int, stored, bits=False, cautious=False, every=1) -> None:
+    """A step of two pieces, and what comes before it where there are several gradients to one."""
+    options = options_of(capability, extra_bits=bits, cautious=cautious, adam_every=every)
+    grads = [torch.zeros(size, dtype=stored) for size in (2048, 7)]
+    piece = Piece("weight", "", 0, 0, (), "adamw", None, 1.0, "")
+    those = AdamWList([Member(piece, grad.clone()) for grad in grads], options)
+    numbers = Numbers(1.0, 0.1, 0.9, 0.9, 0.5)
+    for active in (False, True)[every == 1 :]:
+        adamw.step(those, grads, numbers, (0.9, 0.95), 1e-8, active)
+
+
+def compile_updates(capability: int, shape, stored, bits=False) -> None:
+    """Momentum of two rails, scale, and lanes and weights with updates by row and by column."""
+    options = options_of(capability, cautious=True, extra_bits=bits)
     weight = torch.zeros(shape, dtype=stored)
     piece = Piece("weight", "", 0, len(weight), shape, "muon", None, 1.0, "")
     bank, numbers = MuonBank([Member(piece, weight)], options), Numbers(1.0, 0.1, 0.9, 0.9, 0.5)
     u, _ = updates.momentum(bank, slice(0, 1), [weight], numbers, torch.bfloat16, True)
     updates.scale(u, torch.ones(1, 1, 1), u.half())
-    for u in (u, torch.empty_like(u.mT, dtype=torch.float16).mT):
-        factors = updates.lane_squares(u)
-        updates.apply(bank, slice(0, 1), u, numbers)
-        updates.apply(bank, slice(0, 1), u, numbers, factors)
+    for done in (u, torch.empty_like(u.mT, dtype=torch.float16).mT):
+        factors = updates.lane_squares(done)
+        updates.apply(bank, slice(0, 1), done, numbers)
+        updates.apply(bank, slice(0, 1), done, numbers, factors)
 
 
 if __name__ == "__main__":
@@ -176,5 +197,7 @@ if __name__ == "__main__":
             compile_loss(int(sys.argv[1]), **LOSSES[name])
         elif name in UPDATES:
             compile_updates(int(sys.argv[1]), **UPDATES[name])
+        elif name in ADAMW:
+            compile_adamw(int(sys.argv[1]), **ADAMW[name])
         else:
             compile_form(int(sys.argv[1]), **FORMS[name])

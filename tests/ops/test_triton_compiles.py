@@ -64,3 +64,10 @@ def test_updates_compile_within_shared_memory(capability):
     names += 2 * ["_lanes_kernel", "_apply_kernel", "_apply_kernel"]
     assert [one["kernel"] for one in found] == 3 * names
     assert max(one["shared"] for one in found) <= 99 * 1024, found
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_adamw_compiles_within_shared_memory(capability):
+    found = [json.loads(line) for line in run(capability, "adamw", "adamw-bits", "adamw-every")]
+    assert [one["kernel"] for one in found] == 4 * ["_numbers_kernel", "_adamw_kernel"]
+    assert max(one["shared"] for one in found) <= 99 * 1024, found

@@ -16,7 +16,8 @@ OPTIONS = {
     "anvil": {**ANVIL, "rails": Rails(engage_step=5)},
     "rows": {"row_equalize": True, "nesterov": False, "preset": "keller5"},
     "heedless": {"skip_nonfinite": False, "decay": "cautious", "equalize": 0.9},
-    "extra bits": {"extra_bits": True, "skip_nonfinite": False},
+    "extra bits": {"extra_bits": True},
+    "anvil, extra bits": {**ANVIL, "rails": Rails(engage_step=5), "extra_bits": True},
 }
 
 
@@ -83,9 +84,10 @@ def test_replayed_steps_are_eager_steps(options, monkeypatch):
                 assert torch.equal(t, b.state[q][name]), name
 
 
-def test_a_replayed_step_without_finite_gradients_changes_nothing():
+@pytest.mark.parametrize("options", [{}, ANVIL], ids=["default", "anvil"])
+def test_a_replayed_step_without_finite_gradients_changes_nothing(options):
     model = model_of(torch.float32)
-    optimizer = HybridOptimizer(model)
+    optimizer = HybridOptimizer(model, **options)
     for step in range(2):
         fill_gradients(model, step)
         optimizer.step()

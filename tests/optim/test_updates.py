@@ -15,9 +15,9 @@ from torch import nn
 
 from mamba3.ops import use_backend
 from mamba3.optim import ANVIL, HybridOptimizer, Rails, banks, orthogonalize, rules
-from mamba3.optim.banks import AdamWList, Member, MuonBank, Numbers, Options
+from mamba3.optim.banks import Member, MuonBank, Numbers, Options
 from mamba3.optim.param_groups import Piece
-from mamba3.optim.triton import launch, updates
+from mamba3.optim.triton import adamw, launch, updates
 
 # Roundings of float32, of sums of a few terms.
 ROUNDING = 3e-7
@@ -104,7 +104,8 @@ def kernels(monkeypatch):
         counted.append(kernel)
         return launch.launch(kernel, *args)
 
-    monkeypatch.setattr(updates, "launch", counting)
+    for module in (updates, adamw):
+        monkeypatch.setattr(module, "launch", counting)
     with use_backend("triton"):
         yield counted
 
@@ -421,23 +422,6 @@ def test_a_bank_leaves_a_step_out(extra_bits):
     assert_same(everything(bank), before)
 
 
-def test_adamw_leaves_a_step_out():
-    weight = nn.Parameter(normal(7))
-    member = Member(Piece("w", "", 0, 7, (7,), "adamw", 0.5, 1.0, ""), weight)
-    those = AdamWList([member], PLAIN)
-    assert those.skips
-    step = {"betas": (0.9, 0.95), "eps": 1e-8}
-    those.step(lambda _: normal(7, seed=1), NUMBERS, **step)
-    [(_, state)] = those.states()
-    before = {"w": weight.detach().clone()} | {name: t.clone() for name, t in state.items()}
-    nan = torch.full((7,), torch.nan, device=DEVICE)
-    those.step(lambda _: nan, NUMBERS._replace(skip=1.0), **step)
-    assert_same({"w": weight.detach(), **state}, before)
-    those.step(lambda _: normal(7, seed=1), NUMBERS._replace(skip=0.0), **step)
-    assert state["step"] == 2
-    assert not torch.equal(weight, before["w"])
-
-
 def layers(dtype=torch.float32):
     model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6), nn.Linear(6, 10), nn.LayerNorm(10))
     return randomise(model.to(DEVICE, dtype))
@@ -459,6 +443,7 @@ OPTIONS = {
     "trace": {"trace_norm": True, "decay": "cautious"},
     "overrides": {"overrides": {"1.weight": {"lr_mul": 0.5, "weight_decay": 0.4}}},
     "extra bits": {"extra_bits": True},
+    "anvil, every 2": {**ANVIL, "adam_every": 2},
 }
 
 
@@ -502,10 +487,15 @@ def no_waiting():
 
 
 @nan_is_valid
-def test_a_hybrid_leaves_steps_out_and_tells_later(caplog):
+@pytest.mark.parametrize("options", [
+    {"rails": Rails(engage_step=2), "equalize": 0.9},
+    {**ANVIL, "adam_every": 2},
+    {**ANVIL, "extra_bits": True},
+], ids=["rails", "anvil, every 2", "anvil, extra bits"])  # fmt: skip
+def test_a_hybrid_leaves_steps_out_and_tells_later(options, caplog):
     caplog.set_level(logging.WARNING)
-    models = layers(), layers()
-    options = {"rails": Rails(engage_step=2), "equalize": 0.9}
+    dtype = torch.bfloat16 if "extra_bits" in options else torch.float32
+    models = layers(dtype), layers(dtype)
     optimizers = [HybridOptimizer(model, lr=0.05, **options) for model in models]
     for step in range(4):
         bad = step in (1, 2)
@@ -531,9 +521,10 @@ def test_a_hybrid_leaves_steps_out_and_tells_later(caplog):
 
 
 def test_what_the_device_cannot_leave_out_the_host_does(caplog):
-    for options in ({"decay": "cautious"}, {"adam_every": 2}):
+    for fault in (lambda w: w.double(), lambda w: w.mT.contiguous().mT):
         model = layers()
-        optimizer = HybridOptimizer(model, lr=0.05, **options)
+        model[0].weight.data = fault(model[0].weight.data)
+        optimizer = HybridOptimizer(model, lr=0.05)
         give_gradients(model, 0)
         optimizer.step()
         before, state = parameters(model), copy.deepcopy(optimizer.state_dict()["state"])
