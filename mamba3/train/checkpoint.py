@@ -44,6 +44,7 @@ def save_state(
     best: dict[str, float],
     recipe: dict[str, Any],
     keep: int,
+    write: bool = True,
 ) -> None:
     """Write the state of a run after `step` steps, whole or not at all.
 
@@ -54,10 +55,13 @@ def save_state(
         best: step and exact match of the best model so far.
         recipe: of the run.
         keep: states to keep, the last ones; older ones go.
+        write: False leaves the writing to another rank, which has the same state.
 
     Raises:
         OSError: writing failed; the previous states are still there.
     """
+    if not write:
+        return
     folder = Path(out) / STATES
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:08}.pt"

@@ -19,13 +19,15 @@ class MetricsLog:
     """Appends to a metrics file.
 
     Args:
-        path: the file; made if needed.
+        path: the file; made if needed. None writes nothing.
         last_step: lines of later steps, and a last line that was cut off, are dropped first. A run
             that continues from a checkpoint gives the checkpoint's step, a new one 0.
     """
 
-    def __init__(self, path: str | Path, *, last_step: int):
-        self.path = Path(path)
+    def __init__(self, path: str | Path | None, *, last_step: int):
+        self.path = None if path is None else Path(path)
+        if self.path is None:
+            return
         kept = []
         if self.path.exists():
             lines = self.path.read_bytes().splitlines(keepends=True)
@@ -34,6 +36,8 @@ class MetricsLog:
 
     def write(self, step: int, **values: Any) -> None:
         """Append one line."""
+        if self.path is None:
+            return
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
 

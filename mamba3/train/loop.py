@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from mamba3.data.problems import Batch
-from mamba3.optim import ANVIL, HybridOptimizer
+from mamba3.optim import ANVIL, HybridOptimizer, Replicated
 from mamba3.train.config import OptimRecipe, StepRecipe
 from mamba3.train.log import MetricsLog
+from mamba3.train.parallel import Ranks
 from mamba3.train.readings import Readings, progress_bar
 from mamba3.train.step import TrainStep
 from mamba3.train.step_cache import CachedStep
@@ -45,17 +46,21 @@ def learning_rate(index: int, optim: OptimRecipe) -> float:
     return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * cosine)
 
 
-def make_step(model: nn.Module, optim: OptimRecipe, how: StepRecipe) -> TrainStep:
+def make_step(
+    model: nn.Module, optim: OptimRecipe, how: StepRecipe, ranks: Ranks | None = None
+) -> TrainStep:
     """The recipe's step, with its optimizer; weights become bfloat16 if the recipe says so."""
     model.backbone.recompute = None if how.recompute == "none" else how.recompute
     half = how.precision == "bf16-weights"
     model = model.to(torch.bfloat16) if half else model
+    shared = Replicated() if ranks is not None and ranks.world > 1 else None
     return TrainStep(
         model,
-        make_optimizer(model, optim, extra_bits=half),
+        make_optimizer(model, optim, extra_bits=half, distributed=shared),
         precision=how.precision,
         grad_clip=optim.grad_clip,
         accumulate=how.accumulate,
+        ranks=ranks,
     )
 
 
@@ -70,7 +75,7 @@ def fit(
     start: int = 0,
     due: Callable[[int], bool] | None = None,
     after_step: Callable[[int, float], None] | None = None,
-    stop: Callable[[], bool] | None = None,
+    stop: Callable[[int], bool] | None = None,
     progress: bool = True,
 ) -> float | None:
     """Make optimizer steps number start+1 to `steps`.
@@ -86,7 +91,8 @@ def fit(
         due: steps after which `after_step` is to be called; None is the last alone.
         after_step: called with the number of steps made and the last loss, the log being up to
             date.
-        stop: asked after every step whether to end there; `after_step` is then called.
+        stop: asked after every step, by its number, whether to end there; `after_step` is then
+            called.
         progress: show a bar on standard error.
 
     Returns:
@@ -107,7 +113,7 @@ def fit(
             model.train()
             output = make(batch)
             readings.add(index + 1, output, lr=lr, tokens=batch.n_tokens)
-            stops = stop is not None and stop()
+            stops = stop is not None and stop(index + 1)
             if stops or index + 1 == steps or (due is not None and due(index + 1)):
                 loss = readings.finish()
                 model.eval()

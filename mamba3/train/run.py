@@ -30,6 +30,7 @@ from mamba3.train.card import write_card
 from mamba3.train.config import OPTIMIZERS, Recipe
 from mamba3.train.log import METRICS_FILE, MetricsLog
 from mamba3.train.loop import fit, make_step
+from mamba3.train.parallel import Ranks, ranks_of
 from mamba3.train.signals import Stopped, StopSignals
 
 RECIPE_FILE = "recipe.yaml"
@@ -77,11 +78,13 @@ def train(
     """
     began = time.perf_counter()
     out = Path(out)
-    state = checkpoint.load_state(out) if resume else None
-    if state is None:
-        checkpoint.refuse_to_overwrite(out, "choose another folder, or resume the run in it")
-    with own_rng(recipe.train.seed):
-        run = _Run(recipe, out, state)
+    device = recipe.train.device or default_device()
+    with ranks_of(device) as ranks, own_rng(recipe.train.seed):
+        state = checkpoint.load_state(out) if resume else None
+        if state is None:
+            checkpoint.refuse_to_overwrite(out, "choose another folder, or resume the run in it")
+        ranks.wait()  # until all have looked
+        run = _Run(recipe, out, state, device, ranks)
         with limited_threads(recipe.train.threads or worthwhile_threads(run.model)):
             result = run.go(progress)
     return TrainResult(
@@ -98,25 +101,25 @@ def train(
 class _Run:
     """A run in progress: new, or where a loaded state left it."""
 
-    def __init__(self, recipe: Recipe, out: Path, state: dict | None):
-        self.out, self.tokenizer = out, arithmetic.tokenizer()
+    def __init__(self, recipe: Recipe, out: Path, state: dict | None, device: str, ranks: Ranks):
+        self.out, self.tokenizer, self.ranks = out, arithmetic.tokenizer(), ranks
         self.problems = [
             problem
             for stage in recipe.data.stages
             for problem in arithmetic.eval_problems(stage, recipe.data.eval_problems)
         ]
         model = _build_model(recipe, self.tokenizer.vocab_size, state)
-        self.model = model.to(recipe.train.device or default_device())
+        self.model = model.to(device)
         architecture = model.config.to_dict()
         del architecture["model_type"]
         self.recipe = dataclasses.replace(recipe, model=architecture)
-        self.train_step = make_step(self.model, recipe.optim, recipe.step)
+        self.train_step = make_step(self.model, recipe.optim, recipe.step, ranks)
         self.step, self.loss = 0, None
         self.best = {"step": 0, "exact_match": -1.0}
+        self.stopped_by = 0  # the signal that all ranks know of
         self.result: ExactMatch | None = None
         self.result_step = -1
         if state is None:
-            out.mkdir(parents=True, exist_ok=True)
             self._save_state()  # a run that stops before its first checkpoint can be resumed too
         else:
             self._restore(state)
@@ -141,14 +144,16 @@ class _Run:
                 recipe.optim.decay_steps,
                 recipe.train.steps,
             )
-        replace_text(self.out / RECIPE_FILE, recipe.to_yaml())
+        if self.ranks.first:
+            replace_text(self.out / RECIPE_FILE, recipe.to_yaml())
         batches = arithmetic.CurriculumStream(
             recipe.data.stages,
             self.tokenizer,
             batch_size=recipe.data.batch_size,
             seed=recipe.train.seed,
         )
-        log = MetricsLog(self.out / METRICS_FILE, last_step=self.step)
+        # Other ranks have the same to tell, and tell no one.
+        log = MetricsLog(self.out / METRICS_FILE if self.ranks.first else None, last_step=self.step)
         with StopSignals() as signals:
             fit(
                 self.train_step,
@@ -159,9 +164,9 @@ class _Run:
                 steps=recipe.train.steps,
                 log=log,
                 due=lambda step: self._saves(step) or self._evaluates(step),
-                after_step=lambda step, loss: self._after_step(step, loss, log, signals),
-                stop=lambda: signals.received is not None,
-                progress=progress,
+                after_step=lambda step, loss: self._after_step(step, loss, log),
+                stop=lambda step: self._stops(step, signals),
+                progress=progress and self.ranks.first,
             )
         return self._evaluate()
 
@@ -169,16 +174,22 @@ class _Run:
         timing = self.recipe.train
         return step == timing.steps or step % timing.save_every == 0
 
+    def _stops(self, step: int, signals: StopSignals) -> bool:
+        """Whether a signal came, to whatever rank: all of them hear of it in the same step."""
+        device = self.train_step.device
+        self.stopped_by = self.ranks.largest(signals.received or 0, step, device)
+        return bool(self.stopped_by)
+
     def _evaluates(self, step: int) -> bool:
         every = self.recipe.train.eval_every
         return bool(every) and step % every == 0
 
-    def _after_step(self, step: int, loss: float, log: MetricsLog, signals: StopSignals) -> None:
+    def _after_step(self, step: int, loss: float, log: MetricsLog) -> None:
         self.step, self.loss = step, loss
-        if signals.received is not None and step < self.recipe.train.steps:
+        if self.stopped_by and step < self.recipe.train.steps:
             # Whoever sent it waits, and may kill soon: nothing is measured.
             self._save_state()
-            raise Stopped(signals.received, step, str(self.out))
+            raise Stopped(self.stopped_by, step, str(self.out))
         result = self._evaluate()
         log.write(
             step,
@@ -194,8 +205,9 @@ class _Run:
             self.best = {"step": step, "exact_match": result.overall}
         # The state goes first: whatever stops the run in between, it can be resumed.
         self._save_state()
-        for folder in (self.out, self.out / BEST)[: 1 + better]:
-            self._save_model(folder)
+        if self.ranks.first:
+            for folder in (self.out, self.out / BEST)[: 1 + better]:
+                self._save_model(folder)
 
     def _evaluate(self) -> ExactMatch:
         """Exact match after the present step; measured once a step."""
@@ -213,7 +225,9 @@ class _Run:
             best=self.best,
             recipe=self.recipe.to_dict(),
             keep=self.recipe.train.keep,
+            write=self.ranks.first,
         )
+        self.ranks.wait()
 
     def _save_model(self, folder: Path) -> None:
         hub.save_pretrained(self.model, folder, tokenizer=self.tokenizer)

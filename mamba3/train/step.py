@@ -6,14 +6,18 @@ gradient            the sum over parts: that of the whole batch's mean
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from mamba3.data.problems import Batch
 from mamba3.models.lm import IGNORE
 from mamba3.optim import HybridOptimizer
+from mamba3.train.parallel import Ranks
 from mamba3.train.precision import LossScaler, autocast
 
 
@@ -45,7 +49,11 @@ class TrainStep:
         optimizer: of its parameters. It leaves out steps whose gradients are not finite.
         precision: of `precision.PRECISIONS`.
         grad_clip: largest norm of the gradient; larger ones are scaled down to it.
-        accumulate: parts that a batch is computed in, one after the other.
+        accumulate: parts that a rank's rows are computed in, one after the other.
+        ranks: of this run, each of which computes its rows of every batch; None is one.
+
+    Raises:
+        ValueError: in a step: a batch of fewer rows than there are ranks.
     """
 
     def __init__(
@@ -56,22 +64,38 @@ class TrainStep:
         precision: str = "float32",
         grad_clip: float = 1.0,
         accumulate: int = 1,
+        ranks: Ranks | None = None,
     ):
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer, self.ranks = model, optimizer, ranks or Ranks()
+        self._forward = model
+        if self.ranks.world > 1:
+            # Buckets are the gradients, which are then not copied.
+            self._forward = DistributedDataParallel(model, gradient_as_bucket_view=True)
         self.precision, self.grad_clip, self.accumulate = precision, grad_clip, accumulate
         self.device = next(model.parameters()).device
         self.scaler = LossScaler(self.device) if precision == "fp16" else None
         self._parameters = [p for p in model.parameters() if p.requires_grad]
 
     def parts(self, batch: Batch) -> list[Part]:
-        """A batch's rows in `accumulate` parts of as equal sizes as can be, on the device."""
-        ids = batch.input_ids.chunk(self.accumulate)
-        labels = batch.labels.chunk(self.accumulate)
-        counts = torch.stack([(part[:, 1:] != IGNORE).sum() for part in labels])
+        """This rank's rows, in `accumulate` parts of as equal sizes as can be, on the device."""
+        rank, world = self.ranks
+        if len(batch.input_ids) < world:
+            raise ValueError(
+                f"a batch of {len(batch.input_ids)} rows cannot be shared by {world} ranks: raise "
+                "data.batch_size, or start fewer"
+            )
+        ids, labels = (
+            list(t.tensor_split(world)[rank].tensor_split(self.accumulate))
+            for t in (batch.input_ids, batch.labels)
+        )
+        counts = torch.stack([_scored(part) for part in labels])
         # A batch in which nothing is scored has a loss of nan, as its mean.
-        shares = (counts / counts.sum()).to(torch.float32)
-        # Parts without a scored token, whose mean is nan, are left out.
-        present = [i for i in range(len(ids)) if len(ids) == 1 or counts[i]]
+        shares = (counts / _scored(batch.labels)).to(torch.float32)
+        # Parts without a scored token, whose mean is nan, are left out. Where that would be all,
+        # another rank may have some: this one takes part with any loss, of which its share is 0.
+        present = [i for i, count in enumerate(counts) if count]
+        if not present:
+            present, labels[0] = [0], ids[0]
         moved = self._moved
         return [Part(moved(ids[i]), moved(labels[i]), moved(shares[i])) for i in present]
 
@@ -85,11 +109,15 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         losses = []
         for part in parts:
-            with autocast(self.precision, self.device):
-                loss = self.model(part.input_ids, labels=part.labels, return_logits=False).loss
-            loss = loss * part.share
-            (loss if self.scaler is None else self.scaler.scaled(loss)).backward()
-            losses.append(loss.detach())
+            last = part is parts[-1]
+            with self._without_exchange(last), autocast(self.precision, self.device):
+                loss = self._forward(part.input_ids, labels=part.labels, return_logits=False).loss
+                loss = loss * part.share
+                losses.append(loss.detach())
+                # Ranks average their gradients, and the batch's is their sum.
+                loss = loss * self.ranks.world
+            with self._without_exchange(last):
+                (loss if self.scaler is None else self.scaler.scaled(loss)).backward()
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if self.scaler is not None:
             self.scaler.unscale(gradients)
@@ -97,7 +125,7 @@ class TrainStep:
         if self.scaler is not None:
             self.scaler.update(torch.isfinite(norm))
         self.optimizer.update()
-        return StepOutput(torch.stack(losses).sum(), norm)
+        return StepOutput(self.ranks.sum(torch.stack(losses).sum()), norm)
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer and, in float16, the loss scale."""
@@ -111,5 +139,15 @@ class TrainStep:
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
 
+    def _without_exchange(self, last: bool) -> AbstractContextManager:
+        """Where gradients stay on their rank: in all parts but the last."""
+        no_sync = getattr(self._forward, "no_sync", None)
+        return contextlib.nullcontext() if last or no_sync is None else no_sync()
+
     def _moved(self, t: Tensor) -> Tensor:
         return t.to(self.device, non_blocking=True)
+
+
+def _scored(labels: Tensor) -> Tensor:
+    """How many tokens of (B, L) labels are scored: the first of a row is not."""
+    return (labels[:, 1:] != IGNORE).sum()

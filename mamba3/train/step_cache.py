@@ -10,7 +10,6 @@ lies. A step of another key is recorded anew; what cannot be recorded runs as it
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
@@ -72,7 +71,8 @@ class CachedStep:
         self._pool = pool() if pool else None
         self._seen: OrderedDict[tuple, int] = OrderedDict()
         self._recorded: OrderedDict[tuple, Recording] = OrderedDict()
-        self._told = functools.cache(logger.warning)
+        if step.ranks.world > 1 and self._record is not None:
+            self._give_up("ranks exchange gradients in the backward pass")
 
     def __call__(self, batch: Batch) -> StepOutput:
         """Make a step."""
@@ -97,16 +97,16 @@ class CachedStep:
         try:
             recording = Recording(self.step, parts, self._record, self._pool)
         except Exception as error:  # whatever it is, the step itself works, or says what is wrong
-            self._told(
-                f"steps run without a CUDA graph, which would be faster: recording one failed with "
-                f"{type(error).__name__}: {error}"
-            )
-            self._record = None
+            self._give_up(f"recording one failed with {type(error).__name__}: {error}")
             return self.step.run(parts)
         while len(self._recorded) >= BOUND:
             self._recorded.popitem(last=False)
         self._recorded[key] = recording
         return recording(parts)
+
+    def _give_up(self, why: str) -> None:
+        logger.warning("steps run without a CUDA graph, which would be faster: %s", why)
+        self._record = None
 
     def key(self, parts: list[Part]) -> tuple:
         """All that a recording depends on but for values."""

@@ -1,0 +1,83 @@
+"""Runs under torchrun against the run of one process."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from safetensors.torch import load_file
+
+from mamba3.train import train
+from mamba3.train.checkpoint import load_state
+
+# Twenty steps of an optimizer make float32's rounding larger.
+TOLERANCE = 1e-3
+
+
+def torchrun(recipe, out, *options, ranks=2, background=False):
+    """`mamba3 train` on several ranks; what they printed, or the process."""
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    command += ["--standalone", "-m", "mamba3", "train", str(recipe), "--out", str(out), *options]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, **streams)
+    if background:
+        return process
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    return output
+
+
+def assert_near(out, whole, read_metrics):
+    lines, expected = (read_metrics(folder, training=True) for folder in (out, whole))
+    assert [line["step"] for line in lines] == [line["step"] for line in expected]
+    for line, other in zip(lines, expected, strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=TOLERANCE)
+        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=10 * TOLERANCE)
+    weights, others = (load_file(folder / "model.safetensors") for folder in (out, whole))
+    for name, weight in weights.items():
+        assert (weight - others[name]).norm() < 10 * TOLERANCE * others[name].norm(), name
+
+
+def test_ranks_share_a_run(make_recipe, tmp_path, read_metrics):
+    """7 rows in 2 parts on 2 ranks; then resumed by one process, and by 2 ranks again."""
+    changes = {
+        "optim.name": "hybrid", "optim.lr": 2e-3, "data.batch_size": 7, "step.accumulate": 2,
+    }  # fmt: skip
+    recipe, path = make_recipe(changes), tmp_path / "recipe.yaml"
+    path.write_text(recipe.to_yaml())
+    whole, out, shorter = (tmp_path / name for name in ("whole", "ranks", "shorter"))
+    train(recipe, whole, progress=False)
+    output = torchrun(path, out)
+    assert output.count("20 steps, last loss") == 1
+    assert_near(out, whole, read_metrics)
+    assert load_state(out)["step"] == 20
+    torchrun(path, shorter, "--set", "train.steps=10")
+    train(recipe, shorter, resume=True, progress=False)
+    assert_near(shorter, whole, read_metrics)
+
+
+def test_a_signal_ends_all_ranks_with_one_state(make_recipe, tmp_path, read_metrics):
+    path, out = tmp_path / "recipe.yaml", tmp_path / "out"
+    recipe = make_recipe({"train.steps": 100_000, "train.save_every": 5, "data.stages": [2]})
+    path.write_text(recipe.to_yaml())
+    process = torchrun(path, out, background=True)
+    deadline = time.monotonic() + 100
+    while not (out / "model.safetensors").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    step = load_state(out)["step"]
+    assert step >= 5
+    assert read_metrics(out)[-1]["step"] == step
+    assert f"stopped by SIGTERM after step {step}" in output
+
+
+def test_a_batch_that_is_too_small_is_an_error(make_recipe, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(make_recipe({"data.batch_size": 1}).to_yaml())
+    process = torchrun(path, tmp_path / "out", background=True)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode != 0
+    assert "a batch of 1 rows cannot be shared by 2 ranks" in output
