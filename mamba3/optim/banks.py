@@ -344,6 +344,8 @@ class AdamWList:
         self.lr_mul, self.follows, self.own_decay = (
             t.to(weight.device, wide(weight.dtype)) for t in _numbers_of(members)
         )
+        if self.on_kernels:
+            _ = self.layout  # which a step could not make while it is captured
 
     @property
     def on_kernels(self) -> bool:
@@ -362,7 +364,7 @@ class AdamWList:
         """What the kernels know of the pieces."""
         from .triton.adamw import Layout
 
-        return Layout.of(self.pieces)
+        return Layout.of(self.pieces, self.device)
 
     def states(self) -> Iterator[tuple[Member, dict[str, Tensor]]]:
         """Every member with its state by name."""

@@ -53,6 +53,7 @@ TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.int16: "*i16",
+    torch.int32: "*i32",
     torch.int64: "*i64",
 }
 

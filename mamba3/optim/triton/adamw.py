@@ -22,7 +22,6 @@ Source: Loshchilov and Hutter, arXiv 1711.05101, algorithm 2; `mamba3.optim.rule
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,18 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import (
-    DTYPES,
-    integers,
-    kept,
-    launch,
-    lerp,
-    load_weights,
-    store_weights,
-    table,
-    tensor_at,
-    weight_type,
-)
+from .launch import DTYPES, launch, lerp, load_weights, store_weights, table, tensor_at, weight_type
 
 if TYPE_CHECKING:
     from ..banks import AdamWList, AdamWPiece, Numbers
@@ -92,7 +80,6 @@ def _update(
     """A program's elements."""
     if KEEPS:
         g = tl.load(g_at, g_here, 0.0).to(tl.float32) + tl.load(kept_at, here, 0.0)
-        tl.store(kept_at, tl.zeros_like(g) if STEPS else g, here)
     else:
         g = tl.load(g_at, here, 0.0).to(tl.float32)
     if STEPS:
@@ -104,6 +91,8 @@ def _update(
         if CAUTIOUS:
             keep = tl.where(m * w >= 0, keep, 1.0)
         store_weights(w_at, low_at, tl.fma(w, keep, -step * (m / (tl.sqrt(v) + eps))), here, LOW)
+    if KEEPS:
+        tl.store(kept_at, tl.zeros_like(g) if STEPS else g, here)
 
 
 @triton.jit(do_not_specialize=["pieces"])
@@ -142,25 +131,24 @@ def _adamw_kernel(
 
 
 class Layout(NamedTuple):
-    """The numbers of `layout`, row after row, and how many programs each piece has."""
+    """What does not change from step to step, on the device."""
 
-    numbers: tuple[int, ...]
-    programs: tuple[int, ...]
+    layout: Tensor
+    owners: Tensor
 
     @classmethod
-    def of(cls, pieces: Sequence[AdamWPiece]) -> Layout:
+    def of(cls, pieces: Sequence[AdamWPiece], device: torch.device) -> Layout:
         """The layout of pieces whose state stays where it is."""
-        states = [
-            getattr(piece, name)
-            for name in ("average", "square", "low", "kept")
-            for piece in pieces
-        ]
+        names = "average", "square", "low", "kept"
+        states = [getattr(piece, name) for name in names for piece in pieces]
         addresses = [0 if t is None else t.data_ptr() for t in states]
         assert all(address % 16 == 0 for address in addresses)
         sizes = [piece.average.numel() for piece in pieces]
-        programs = [triton.cdiv(size, BLOCK) for size in sizes]
-        first = [0, *itertools.accumulate(programs)][:-1]
-        return cls(tuple(itertools.chain(addresses, sizes, first)), tuple(programs))
+        programs = torch.tensor([triton.cdiv(size, BLOCK) for size in sizes])
+        first = programs.cumsum(0) - programs
+        layout = torch.tensor([*addresses, *sizes, *first.tolist()])
+        owners = torch.arange(len(pieces), dtype=torch.int32).repeat_interleave(programs)
+        return cls(layout.to(device), owners.to(device))
 
 
 def step(
@@ -172,56 +160,50 @@ def step(
     active: bool,
 ) -> None:
     """What `AdamWList.step` does; nothing in a step that `numbers` says to skip."""
-    pieces, device = those.pieces, those.device
-    weights = [piece.member.weight for piece in pieces]
+    weights, (layout, owners) = [member.weight for member in those.members], those.layout
     kinds = {g.dtype for g in grads if g is not None} or {weights[0].dtype}
     kind = functools.reduce(torch.promote_types, kinds)
     grads = [None if g is None else g.to(kind).contiguous() for g in grads]
-    layout = kept(integers, those.layout.numbers, device)
-    addresses, aligned = table(grads, device)
-    sizes = torch.empty(len(pieces), dtype=torch.int64, device=device)
-    scalars = torch.empty(3, len(pieces), dtype=torch.float32, device=device)
-    constants = {"KEEPS": those.options.adam_every > 1, "STEPS": active}
-    logs = (math.log(beta) if beta else -math.inf for beta in betas)
-    tensors = [
-        layout, addresses, those.counts, sizes, scalars, numbers.packed(device),
-        those.lr_mul, those.follows, those.own_decay,
-    ]  # fmt: skip
-    launch(
-        _numbers_kernel, triton.cdiv(len(pieces), PIECES), tensors,
-        (len(pieces), *logs, float(eps)), constants | {"BLOCK": PIECES},
-    )  # fmt: skip
-    programs = sum(those.layout.programs)
-    if not programs:
+    (grads_at, aligned), (weights_at, also_aligned) = (
+        table(tensors, those.device) for tensors in (grads, weights)
+    )
+    form = {"KEEPS": those.options.adam_every > 1, "STEPS": active}
+    sizes, scalars = _sizes_and_scalars(those, grads_at, numbers, betas, eps, form)
+    if not len(owners):
         return
-    where, weights_aligned = table(weights, device)
-    low = pieces[0].low is not None
+    low = those.pieces[0].low is not None
     constants = {
         "DTYPE": weight_type(weights[0].dtype, low),
         "GRAD": DTYPES[kind],
-        "ALIGNED": aligned and weights_aligned,
+        "ALIGNED": aligned and also_aligned,
         "CAUTIOUS": those.options.cautious,
         "LOW": low,
-        **constants,
+        **form,
         "BLOCK": BLOCK,
     }
+    tensors = [layout, owners, weights_at, grads_at, sizes, scalars]
+    arguments = len(weights), *(float(1 - beta) for beta in betas)
+    launch(_adamw_kernel, len(owners), tensors, arguments, constants)
+
+
+def _sizes_and_scalars(
+    those: AdamWList,
+    grads_at: Tensor,
+    numbers: Numbers,
+    betas: tuple[float, float],
+    eps: float,
+    form: dict[str, bool],
+) -> tuple[Tensor, Tensor]:
+    count, device = len(grads_at), grads_at.device
+    sizes = torch.empty(count, dtype=torch.int64, device=device)
+    scalars = torch.empty(3, count, dtype=torch.float32, device=device)
     tensors = [
-        layout,
-        kept(_owners, those.layout.programs, device),
-        where,
-        addresses,
-        sizes,
-        scalars,
-    ]
+        those.layout.layout, grads_at, those.counts, sizes, scalars, numbers.packed(device),
+        those.lr_mul, those.follows, those.own_decay,
+    ]  # fmt: skip
+    logs = (math.log(beta) if beta else -math.inf for beta in betas)
     launch(
-        _adamw_kernel, programs, tensors,
-        (len(pieces), 1 - betas[0], 1 - betas[1]), constants,
+        _numbers_kernel, triton.cdiv(count, PIECES), tensors,
+        (count, *logs, float(eps)), form | {"BLOCK": PIECES},
     )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=64)
-def _owners(programs: tuple[int, ...], device: torch.device, stream) -> Tensor:
-    """The piece of every program."""
-    pieces = torch.arange(len(programs), device=device)
-    repeats = integers.__wrapped__(programs, device, stream)
-    return pieces.repeat_interleave(repeats, output_size=sum(programs))
+    return sizes, scalars

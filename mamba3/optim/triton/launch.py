@@ -6,7 +6,7 @@ A table has the addresses of K tensors anywhere in memory, so that one launch re
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -62,9 +62,10 @@ def launch(kernel, programs: int, tensors: list[Tensor | None], sizes: tuple, co
     """Launch a kernel; its first tensor stands in for those that it does not use.
 
     Args:
-        sizes: numbers after the tensors; on the first one the kernel is not specialised.
+        sizes: numbers after the tensors; on the first one, and on floats, it is not specialised.
     """
-    launcher = _launcher(kernel, facts(*tensors), sizes[1:], *constants.values())
+    special = tuple(n for n in sizes[1:] if not isinstance(n, float))
+    launcher = _launcher(kernel, facts(*tensors), special, *constants.values())
     tensors = [tensors[0] if t is None else t for t in tensors]
     with on_device(tensors[0]):
         launcher(kernel, (programs,), *tensors, *sizes, **constants, num_warps=WARPS, num_stages=1)
@@ -83,28 +84,22 @@ def table(tensors: Sequence[Tensor | None], device: torch.device) -> tuple[Tenso
     assert all(t is None or t.is_contiguous() for t in tensors)
     # An empty tensor has no address, but is one.
     addresses = tuple(0 if t is None else t.data_ptr() or 16 for t in tensors)
-    return kept(integers, addresses, device), all(address % 16 == 0 for address in addresses)
-
-
-def kept(make: Callable[..., Tensor], known: tuple[int, ...], device: torch.device) -> Tensor:
-    """make(known, device, stream) of a function with a cache, for use on the current stream.
-
-    While a CUDA graph is captured, the cache is left alone: what is made then is filled when the
-    graph runs, no earlier.
-    """
+    aligned = all(address % 16 == 0 for address in addresses)
     if device.type != "cuda":
-        return make(known, device, None)
-    call = make.__wrapped__ if torch.cuda.is_current_stream_capturing() else make
-    return call(known, device, torch.cuda.current_stream(device))
+        return _written(addresses, device, None), aligned
+    # A table made while a CUDA graph is captured is filled when the graph runs, no earlier.
+    capturing = torch.cuda.is_current_stream_capturing()
+    write = _written.__wrapped__ if capturing else _written
+    return write(addresses, device, torch.cuda.current_stream(device)), aligned
 
 
 @functools.lru_cache(maxsize=1024)
-def integers(values: tuple[int, ...], device: torch.device, stream) -> Tensor:
-    """Values as a tensor; see `kept`.
+def _written(addresses: tuple[int, ...], device: torch.device, stream) -> Tensor:
+    """A table of numbers, for use on a stream.
 
     They travel as arguments of a launch: a copy from the host would have to wait for it, or keep
     memory that no one else may write to until it is done.
     """
-    made = torch.zeros(len(values), dtype=torch.int64, device=device)
-    torch._foreach_add_(list(made.unbind()), list(values))
+    made = torch.zeros(len(addresses), dtype=torch.int64, device=device)
+    torch._foreach_add_(list(made.unbind()), list(addresses))
     return made
