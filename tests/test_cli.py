@@ -17,12 +17,14 @@ from mamba3 import cli, load_model, load_tokenizer
 from mamba3.cli import build_parser, main
 from mamba3.data import arithmetic
 from mamba3.data.jsonl import read_rows, split_rows
+from mamba3.data.text import TokenFile
 from mamba3.eval.exact_match import exact_match, percent
 from mamba3.optim import ParamGroupEngine
 
 ROOT = Path(__file__).parent.parent
 DEBUG = str(ROOT / "configs" / "debug.yaml")
-COMMANDS = ["quickstart", "generate", "train", "finetune", "eval", "info", "list", "doctor"]
+COMMANDS = ["quickstart", "generate", "train", "finetune", "tokenize", "eval", "info", "list"]
+COMMANDS += ["doctor"]
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +174,30 @@ def test_finetune_json(trained, rows, tmp_path, capsys):
     assert "already holds" in capsys.readouterr().err
     assert main([*command, "--steps", "1", "--overwrite"]) == 0
     assert f"saved to {out}" in capsys.readouterr().out
+
+
+def test_tokenize(trained, tmp_path, capsys):
+    """JSONL and lines of text, by a model's tokenizer; a bad line stops it, or is left out."""
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"body": "8+7=15"}\n{"text": "1"}\n{"body": "hello"}\n')
+    (tmp_path / "more.txt").write_text("c12\n\nr1\n")
+    command = ["tokenize", str(source), str(tmp_path / "more.txt"), "--tokenizer", trained]
+    command += ["--out", str(tmp_path / "data" / "c"), "--field", "body", "--lines"]
+    assert main(command) == 2
+    assert "rows.jsonl, line 2: the key 'body' is missing" in capsys.readouterr().err
+    assert main([*command, "--skip-bad", "--json"]) == 0
+    result = last_json(capsys.readouterr().out)
+    corpus, tokenizer = TokenFile(result["path"]), load_tokenizer(trained)
+    found = [tokenizer.decode(corpus.document(i)) for i in range(corpus.n_documents)]
+    assert found == ["8+7=15", "c12", "r1"]
+    assert (result["n_documents"], result["n_tokens"], result["n_skipped"]) == (3, 17, 2)
+    assert main([*command, "--skip-bad"]) == 2
+    assert "exists; choose another name, or overwrite" in capsys.readouterr().err
+    assert main([*command, "--skip-bad", "--overwrite"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "3 documents, 17 tokens",
+        f"saved to {tmp_path / 'data' / 'c'}.bin",
+    ]
 
 
 def test_eval_of_the_curriculum(trained, capsys):

@@ -1,1 +1,1 @@
-"""Data: tokenizers, the arithmetic curriculum, prompt/completion files, and batches of them."""
+"""Data: tokenizers, the arithmetic curriculum, files of rows and of tokens, and batches of them."""

@@ -181,8 +181,12 @@ def _training_tasks(stage: int) -> list[tuple[Callable[[random.Random], Problem]
     """What draws a stage's training problems, and how often each is asked."""
     if stage not in _FIXED:
         return list(_TASKS[stage].items())
-    draws = [lambda rng, these=these: rng.choice(these) for these in training_set(stage).values()]
+    draws = [functools.partial(_drawn, stage, task) for task in training_set(stage)]
     return list(zip(draws, _TASKS[stage].values(), strict=True))
+
+
+def _drawn(stage: int, task: str, rng: random.Random) -> Problem:
+    return rng.choice(training_set(stage)[task])
 
 
 def is_held_out(problem: Problem) -> bool:

@@ -31,11 +31,15 @@ class Problem(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """input_ids and labels (B, L) int64, and how many ids are not padding."""
+    """input_ids and labels (B, L) int64, and how many ids are not padding.
+
+    seq_idx (B, L) int64 says which document of its row an id belongs to, where rows hold several.
+    """
 
     input_ids: Tensor
     labels: Tensor
     n_tokens: int
+    seq_idx: Tensor | None = None
 
 
 def hash_share(text: str) -> float:
@@ -48,17 +52,22 @@ def hash_share(text: str) -> float:
     return int.from_bytes(digest, "big") / 2**48
 
 
+def ids_and_labels(problem: Problem, tokenizer: CharTokenizer) -> tuple[list[int], list[int]]:
+    """The ids of a problem, and their labels: the prompt carries `IGNORE`."""
+    prompt = tokenizer.encode_prompt(problem.prompt)
+    answer = tokenizer.encode_answer(problem.answer)
+    return prompt + answer, [IGNORE] * len(prompt) + answer
+
+
 def collate(problems: Sequence[Problem], tokenizer: CharTokenizer) -> Batch:
     """Make one batch of problems, as long as the longest."""
-    pairs = [
-        (tokenizer.encode_prompt(p.prompt), tokenizer.encode_answer(p.answer)) for p in problems
-    ]
-    lengths = [len(prompt) + len(answer) for prompt, answer in pairs]
+    pairs = [ids_and_labels(problem, tokenizer) for problem in problems]
+    lengths = [len(ids) for ids, _ in pairs]
     input_ids, labels = [], []
-    for (prompt, answer), length in zip(pairs, lengths, strict=True):
+    for (ids, targets), length in zip(pairs, lengths, strict=True):
         pads = max(lengths) - length
-        input_ids.append(prompt + answer + [tokenizer.pad_token_id] * pads)
-        labels.append([IGNORE] * len(prompt) + answer + [IGNORE] * pads)
+        input_ids.append(ids + [tokenizer.pad_token_id] * pads)
+        labels.append(targets + [IGNORE] * pads)
     return Batch(torch.tensor(input_ids), torch.tensor(labels), sum(lengths))
 
 
@@ -89,16 +98,17 @@ class EpochStream:
             raise ValueError("there are no problems to train on")
         self.problems, self.tokenizer = problems, tokenizer
         self.batch_size, self.seed = batch_size, seed
-        self._order = lru_cache(maxsize=2)(self._shuffled)
 
     def __call__(self, index: int) -> Batch:
         """Batch number `index`, from 0."""
         first, n = index * self.batch_size, len(self.problems)
         places = (divmod(i, n) for i in range(first, first + self.batch_size))
-        drawn = [self.problems[self._order(epoch)[i]] for epoch, i in places]
+        drawn = [self.problems[_shuffled(n, self.seed, epoch)[i]] for epoch, i in places]
         return collate(drawn, self.tokenizer)
 
-    def _shuffled(self, epoch: int) -> list[int]:
-        order = list(range(len(self.problems)))
-        random.Random(f"{self.seed}/{epoch}").shuffle(order)
-        return order
+
+@lru_cache(maxsize=4)
+def _shuffled(n: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(n))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order
