@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import shlex
 import sys
 import warnings
@@ -30,7 +31,8 @@ def main(argv: list[str] | None = None) -> int:
         argv: arguments after the program's name; None takes those of the process.
 
     Returns:
-        The exit code: 0, 2 after an error, 130 after Ctrl-C.
+        The exit code: 0, 2 after an error, 130 after Ctrl-C, and 128 + the signal's number after
+        training that a signal stopped, with its state saved: 130 or 143.
     """
     args = build_parser().parse_args(argv)
     logging.basicConfig(format="mamba3: %(message)s")
@@ -270,9 +272,15 @@ def _add_train(commands) -> None:
 
 def _train(args) -> None:
     """Train a model by a recipe."""
-    from mamba3.train import load_recipe, train
+    from mamba3.train import Stopped, load_recipe, train
 
-    result = train(load_recipe(args.recipe, args.set), args.out, resume=args.resume)
+    try:
+        result = train(load_recipe(args.recipe, args.set), args.out, resume=args.resume)
+    except Stopped as stopped:
+        print(f"mamba3: {stopped}", file=sys.stderr)
+        raise SystemExit(128 + stopped.signum) from None
+    if int(os.environ.get("RANK", 0)):  # which torchrun sets; all ranks have the same result
+        return
     if args.json:
         print(json.dumps(result._asdict()))
         return

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from .cuda_graph import recorded
 from .ops import Mamba3State, backend
 
 if TYPE_CHECKING:
@@ -45,12 +46,11 @@ def record_cuda(function: Callable[[], Tensor], device: torch.device) -> Callabl
     """
     current, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     stream.wait_stream(current)
-    graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.stream(stream):  # which is left in any case, also where recording fails
             for _ in range(2):  # what is made at first use, as compiled kernels, is not recorded
                 function()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with recorded(device, stream=stream) as graph:
                 output = function()
     finally:
         current.wait_stream(stream)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from mamba3.cuda_graph import recorded
 from mamba3.data.problems import Batch
 from mamba3.ops.dispatch import backend
 from mamba3.train.step import Part, StepOutput, TrainStep
@@ -29,18 +30,18 @@ WARM_UP = 2
 BOUND = 16
 
 
-def record_cuda(function: Callable[[], Any], pool: Any) -> Callable[[], Any]:
+def record_cuda(function: Callable[[], Any], device: torch.device, pool: Any) -> Callable[[], Any]:
     """Record a function's work as a CUDA graph, without doing it.
 
     Args:
         function: launches kernels, and waits for none of them.
+        device: of its tensors.
         pool: memory that recordings share, of which only one runs at a time.
 
     Returns:
         What does the work; it returns what `function` did, with new values in it.
     """
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    with recorded(device, pool=pool) as graph:
         output = function()
 
     def replay():
@@ -127,7 +128,7 @@ class Recording:
 
     def __init__(self, step: TrainStep, parts: list[Part], record: Callable, pool: Any):
         self._parts = [Part(*(t.clone() for t in part)) for part in parts]
-        self._replay = record(lambda: step.run(self._parts), pool)
+        self._replay = record(lambda: step.run(self._parts), step.device, pool)
 
     def __call__(self, parts: list[Part]) -> StepOutput:
         """Make the step on a batch."""

@@ -8,14 +8,14 @@ import pytest
 import torch
 from compare import DEVICE, assert_close, randomise
 
-from mamba3 import Mamba3Config, Mamba3LM, ops
+from mamba3 import Mamba3Config, Mamba3LM
 from mamba3.data.problems import Batch
 from mamba3.models.lm import IGNORE
 from mamba3.optim import HybridOptimizer
 from mamba3.train import step_cache
 from mamba3.train.precision import LossScaler
 from mamba3.train.step import TrainStep
-from mamba3.train.step_cache import BOUND, RECORDERS, WARM_UP, CachedStep
+from mamba3.train.step_cache import BOUND, RECORDERS, WARM_UP, CachedStep, record_cuda
 
 VOCAB = 19
 
@@ -152,11 +152,11 @@ class Recorder:
 
     def __init__(self):
         self.recorded = self.replayed = 0
-        self.record = RECORDERS.get(DEVICE, (lambda function, pool: function, object))
+        self.record = RECORDERS.get(DEVICE, (lambda function, device, pool: function, object))
 
-    def __call__(self, function, pool):
+    def __call__(self, function, device, pool):
         self.recorded += 1
-        replay = self.record[0](function, pool)
+        replay = self.record[0](function, device, pool)
 
         def counting():
             self.replayed += 1
@@ -200,7 +200,7 @@ def assert_same_weights(a, b):
         assert torch.equal(p, q), name
 
 
-def test_what_a_step_depends_on_is_recorded_anew(recorder):
+def test_what_a_step_depends_on_is_recorded_anew(recorder, monkeypatch):
     model = model_of(torch.float32)
     optimizer = HybridOptimizer(model, lr=0.01)
     step = TrainStep(model, optimizer)
@@ -224,7 +224,8 @@ def test_what_a_step_depends_on_is_recorded_anew(recorder):
     assert steps_recorded(batch_of()) == 1
     optimizer.param_groups[1]["betas"] = (0.8, 0.9)
     assert steps_recorded(batch_of()) == 1
-    with ops.use_backend("reference"):
+    with monkeypatch.context() as patch:
+        patch.setattr(step_cache, "backend", lambda device: "another")
         assert steps_recorded(batch_of()) == 1
     for length in range(10, 10 + BOUND):
         assert steps_recorded(batch_of(length=length)) == 1
@@ -234,10 +235,12 @@ def test_what_a_step_depends_on_is_recorded_anew(recorder):
 
 
 def test_what_cannot_be_recorded_runs_and_is_said_once(monkeypatch, caplog):
-    def fail(function, pool):
+    def fail(function, device, pool):
+        if DEVICE == "cuda":  # with a real one under way
+            record_cuda(lambda: torch.ones(3, device=device).sum().item(), device, pool())
         raise RuntimeError("no graph today")
 
-    monkeypatch.setitem(RECORDERS, DEVICE, (fail, object))
+    monkeypatch.setitem(RECORDERS, DEVICE, (fail, lambda: torch.cuda.graph_pool_handle))
     plain, cached = model_of(torch.float32), model_of(torch.float32)
     a = TrainStep(plain, HybridOptimizer(plain, lr=0.01))
     b = CachedStep(TrainStep(cached, HybridOptimizer(cached, lr=0.01)))
@@ -247,5 +250,6 @@ def test_what_cannot_be_recorded_runs_and_is_said_once(monkeypatch, caplog):
             b(batch_of(seed=i))
     assert_same_weights(plain, cached)
     [record] = caplog.records
-    assert "RuntimeError: no graph today" in record.getMessage()
+    assert "recording one failed with" in record.getMessage()
     assert record.name == step_cache.__name__
+    torch.rand(3, device=DEVICE)  # the generator knows that it is over
