@@ -25,6 +25,7 @@ STATES = "checkpoints"
 # a step does.
 FREE_KEYS = {
     "data.eval_problems",
+    "data.workers",
     "step.cache_steps",
     "train.steps",
     "train.keep",

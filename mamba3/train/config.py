@@ -34,17 +34,20 @@ class DataRecipe:
     Args:
         stages: stages of the arithmetic curriculum, mixed.
         batch_size: problems in a step.
+        workers: processes that make batches ahead of the steps; 0 makes them in between.
         eval_problems: held-out problems of each stage in an evaluation (stage 2: all its facts).
     """
 
     stages: list = field(default_factory=lambda: [1, 2])
     batch_size: int = 256
+    workers: int = 0
     eval_problems: int = 2000
 
     def __post_init__(self):
         _coerce_fields(self)
         object.__setattr__(self, "stages", list(check_stages(self.stages)))
         _check_at_least(self, 1, "batch_size", "eval_problems")
+        _check_at_least(self, 0, "workers")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from mamba3.data.loader import AsyncBatches
 from mamba3.data.problems import Batch
 from mamba3.optim import ANVIL, HybridOptimizer, Replicated
 from mamba3.train.config import OptimRecipe, StepRecipe
@@ -73,6 +74,7 @@ def fit(
     steps: int,
     log: MetricsLog,
     start: int = 0,
+    workers: int = 0,
     due: Callable[[int], bool] | None = None,
     after_step: Callable[[int, float], None] | None = None,
     stop: Callable[[int], bool] | None = None,
@@ -86,8 +88,9 @@ def fit(
         optim: the learning rate over the steps.
         how: whether steps are recorded, and what is not finite skipped.
         steps: number of steps when done.
-        log: gets one line a step: loss, lr, grad_norm, tokens_per_s.
+        log: gets one line a step: loss, lr, grad_norm, tokens_per_s, data_wait_s.
         start: number of steps made before.
+        workers: processes that make batches ahead; 0 makes them here, between the steps.
         due: steps after which `after_step` is to be called; None is the last alone.
         after_step: called with the number of steps made and the last loss, the log being up to
             date.
@@ -103,16 +106,19 @@ def fit(
             weight has been changed by that step.
     """
     make, model = CachedStep(step) if how.cache_steps else step, step.model
-    with progress_bar(steps, start, progress) as bar:
+    data = AsyncBatches(batches, start, workers=workers, device=step.device)
+    with data, progress_bar(steps, start, progress) as bar:
         readings = Readings(log, bar, how.nonfinite)
         for index in range(start, steps):
             lr = learning_rate(index, optim)
             for group in step.optimizer.param_groups:
                 group["lr"] = lr
-            batch = batches(index)
+            batch = next(data)
             model.train()
             output = make(batch)
-            readings.add(index + 1, output, lr=lr, tokens=batch.n_tokens)
+            readings.add(
+                index + 1, output, lr=lr, tokens=batch.n_tokens, data_wait_s=data.waited_s()
+            )
             stops = stop is not None and stop(index + 1)
             if stops or index + 1 == steps or (due is not None and due(index + 1)):
                 loss = readings.finish()

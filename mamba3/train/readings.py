@@ -17,12 +17,15 @@ from mamba3.train.step import StepOutput
 
 # Steps that the host may be ahead of the device.
 AHEAD = 2
+# Share of the time that is spent waiting for data from which it is shown.
+WORTH_SAYING = 0.02
 
 
 class _Pending(NamedTuple):
     step: int
     lr: float
     tokens: int
+    data_wait_s: float
     values: Tensor  # loss and norm, on the host once the event has come
     event: torch.cuda.Event | None
 
@@ -31,7 +34,8 @@ class Readings:
     """Writes a line for every step, in order, as soon as its numbers are there.
 
     Args:
-        log: gets loss, lr, grad_norm and tokens_per_s.
+        log: gets loss, lr, grad_norm, tokens_per_s, and data_wait_s, the seconds that the step
+            waited for its batch.
         bar: shows them.
         nonfinite: "stop" raises a RuntimeError at a loss or gradient that is not finite, whose step
             the optimizer has left out; "skip" goes on.
@@ -42,16 +46,19 @@ class Readings:
         self.loss: float | None = None
         self.skipped = 0
         self._pending: deque[_Pending] = deque()
-        self._last = time.perf_counter()
+        self._last = self._began = time.perf_counter()
+        self._waited = 0.0
 
-    def add(self, step: int, output: StepOutput, *, lr: float, tokens: int) -> None:
+    def add(
+        self, step: int, output: StepOutput, *, lr: float, tokens: int, data_wait_s: float
+    ) -> None:
         """Take a step's output up; write what has arrived, and wait for what is too far behind."""
         values, event = torch.stack(output), None
         if values.is_cuda:
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             values = host.copy_(values, non_blocking=True)
             event = torch.cuda.current_stream().record_event()
-        self._pending.append(_Pending(step, lr, tokens, values, event))
+        self._pending.append(_Pending(step, lr, tokens, data_wait_s, values, event))
         self._write(keep=AHEAD)
 
     def finish(self) -> float | None:
@@ -75,8 +82,19 @@ class Readings:
         now = time.perf_counter()
         speed = pending.tokens / (now - self._last)
         self._last, self.loss = now, loss
-        self.log.write(pending.step, loss=loss, lr=pending.lr, grad_norm=norm, tokens_per_s=speed)
+        self.log.write(
+            pending.step,
+            loss=loss,
+            lr=pending.lr,
+            grad_norm=norm,
+            tokens_per_s=speed,
+            data_wait_s=pending.data_wait_s,
+        )
+        self._waited += pending.data_wait_s
         text = f"loss {loss:.4f}, lr {pending.lr:.1e}, {speed:,.0f} tokens/s"
+        share = self._waited / (now - self._began)
+        if share > WORTH_SAYING:
+            text += f", {share:.0%} waiting for data"
         self.bar.set_postfix_str(
             f"{text}, {self.skipped} skipped" if self.skipped else text, refresh=False
         )

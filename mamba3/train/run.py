@@ -162,6 +162,7 @@ class _Run:
                 recipe.step,
                 start=self.step,
                 steps=recipe.train.steps,
+                workers=recipe.data.workers,
                 log=log,
                 due=lambda step: self._saves(step) or self._evaluates(step),
                 after_step=lambda step, loss: self._after_step(step, loss, log),

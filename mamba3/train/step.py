@@ -34,11 +34,20 @@ class StepOutput(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Rows of a batch on the device, and their share of the scored tokens, of no dimension."""
+    """Rows of a batch on the device, and their share of the scored tokens, of no dimension.
+
+    seq_idx tells documents that are packed in a row apart, where there are any.
+    """
 
     input_ids: Tensor
     labels: Tensor
     share: Tensor
+    seq_idx: Tensor | None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        return [t for t in self if t is not None]
 
 
 class TrainStep:
@@ -84,20 +93,22 @@ class TrainStep:
                 f"a batch of {len(batch.input_ids)} rows cannot be shared by {world} ranks: raise "
                 "data.batch_size, or start fewer"
             )
-        ids, labels = (
-            list(t.tensor_split(world)[rank].tensor_split(self.accumulate))
-            for t in (batch.input_ids, batch.labels)
+        ids, labels, documents = (
+            [None] * self.accumulate
+            if t is None
+            else list(t.tensor_split(world)[rank].tensor_split(self.accumulate))
+            for t in (batch.input_ids, batch.labels, batch.seq_idx)
         )
-        counts = torch.stack([_scored(part) for part in labels])
+        counts = torch.stack([_scored(*part) for part in zip(labels, documents, strict=True)])
         # A batch in which nothing is scored has a loss of nan, as its mean.
-        shares = (counts / _scored(batch.labels)).to(torch.float32)
+        shares = (counts / _scored(batch.labels, batch.seq_idx)).to(torch.float32)
         # Parts without a scored token, whose mean is nan, are left out. Where that would be all,
         # another rank may have some: this one takes part with any loss, of which its share is 0.
         present = [i for i, count in enumerate(counts) if count]
         if not present:
             present, labels[0] = [0], ids[0]
-        moved = self._moved
-        return [Part(moved(ids[i]), moved(labels[i]), moved(shares[i])) for i in present]
+        every = (ids, labels, shares, documents)
+        return [Part(*(self._moved(those[i]) for those in every)) for i in present]
 
     def __call__(self, batch: Batch) -> StepOutput:
         """Make a step."""
@@ -111,7 +122,9 @@ class TrainStep:
         for part in parts:
             last = part is parts[-1]
             with self._without_exchange(last), autocast(self.precision, self.device):
-                loss = self._forward(part.input_ids, labels=part.labels, return_logits=False).loss
+                loss = self._forward(
+                    part.input_ids, labels=part.labels, seq_idx=part.seq_idx, return_logits=False
+                ).loss
                 loss = loss * part.share
                 losses.append(loss.detach())
                 # Ranks average their gradients, and the batch's is their sum.
@@ -144,10 +157,13 @@ class TrainStep:
         no_sync = getattr(self._forward, "no_sync", None)
         return contextlib.nullcontext() if last or no_sync is None else no_sync()
 
-    def _moved(self, t: Tensor) -> Tensor:
-        return t.to(self.device, non_blocking=True)
+    def _moved(self, t: Tensor | None) -> Tensor | None:
+        return None if t is None else t.to(self.device, non_blocking=True)
 
 
-def _scored(labels: Tensor) -> Tensor:
-    """How many tokens of (B, L) labels are scored: the first of a row is not."""
-    return (labels[:, 1:] != IGNORE).sum()
+def _scored(labels: Tensor, documents: Tensor | None) -> Tensor:
+    """How many tokens of (B, L) labels are scored: the first of a row or a document is not."""
+    scored = labels[:, 1:] != IGNORE
+    if documents is not None:
+        scored &= documents[:, 1:] == documents[:, :-1]
+    return scored.sum()

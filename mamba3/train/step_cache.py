@@ -114,7 +114,7 @@ class CachedStep:
         step, groups = self.step, self.step.optimizer.param_groups
         every = step.model.parameters()
         return (
-            *((t.shape, t.dtype) for part in parts for t in part),
+            *((t.shape, t.dtype) for part in parts for t in part.tensors),
             *((p.data_ptr(), p.dtype, p.requires_grad) for p in every),
             *(module.training for module in step.model.modules()),
             *((group["betas"], group["eps"], len(group["params"])) for group in groups),
@@ -127,12 +127,12 @@ class Recording:
     """A recorded step, and the buffers that it reads its batch from."""
 
     def __init__(self, step: TrainStep, parts: list[Part], record: Callable, pool: Any):
-        self._parts = [Part(*(t.clone() for t in part)) for part in parts]
+        self._parts = [Part(*(None if t is None else t.clone() for t in part)) for part in parts]
         self._replay = record(lambda: step.run(self._parts), step.device, pool)
 
     def __call__(self, parts: list[Part]) -> StepOutput:
         """Make the step on a batch."""
         for mine, given in zip(self._parts, parts, strict=True):
-            for buffer, t in zip(mine, given, strict=True):
+            for buffer, t in zip(mine.tensors, given.tensors, strict=True):
                 buffer.copy_(t, non_blocking=True)
         return self._replay()

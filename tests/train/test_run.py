@@ -118,10 +118,11 @@ def test_the_card_holds_the_measured_numbers(make_recipe, tmp_path):
 def test_10_and_10_steps_are_20(make_recipe, tmp_path, read_metrics, optimizer, precision):
     out, whole = tmp_path / "halves", tmp_path / "whole"
     name = {"optim.name": optimizer, "step.precision": precision, "step.accumulate": 3}
+    workers = {"data.workers": 2 if optimizer == "adamw" else 0}
     train(make_recipe(name), whole, progress=False)
     train(make_recipe(name | {"train.steps": 10}), out, progress=False)
     torch.rand(3)
-    result = train(make_recipe(name), out, resume=True, progress=False)
+    result = train(make_recipe(name | workers), out, resume=True, progress=False)
     assert result.steps == 20
     assert_same_run(out, whole, read_metrics)
     assert ("scaler" in load_state(out)) == (precision == "fp16")

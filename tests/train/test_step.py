@@ -68,6 +68,29 @@ def test_a_step_in_parts_is_that_of_the_whole_batch(accumulate):
     assert_close(dict(mine.named_parameters()), dict(plain.named_parameters()), 1e-6)
 
 
+def test_packed_documents_are_steps_of_their_own():
+    """Packed rows in two parts against the documents side by side, with their pads."""
+    batch, generator = batch_of(rows=6, length=5), torch.Generator().manual_seed(1)
+    lengths = torch.randint(2, 6, (6,), generator=generator).tolist()
+    packed = torch.zeros(3, 3, 10, dtype=torch.int64)  # ids, labels and documents of three rows
+    packed[1] = IGNORE
+    packed[2] = -1
+    separate = Batch(batch.input_ids.clone(), batch.input_ids.clone(), 0)
+    for i, n in enumerate(lengths):
+        row, start = i // 2, lengths[i - 1] if i % 2 else 0
+        separate.labels[i, n:] = IGNORE
+        packed[0, row, start : start + n] = separate.input_ids[i, :n]
+        packed[1, row, start : start + n] = separate.labels[i, :n]
+        packed[2, row, start : start + n] = i
+    outputs, models = [], []
+    for given, accumulate in ((separate, 1), (Batch(packed[0], packed[1], 0, packed[2]), 2)):
+        models.append(model_of())
+        step = TrainStep(models[-1], optimizer_of(models[-1]), accumulate=accumulate)
+        outputs.append(step(given))
+    assert outputs[0].loss.item() == pytest.approx(outputs[1].loss.item(), rel=1e-6)
+    assert_close(*(dict(model.named_parameters()) for model in models), 1e-6)
+
+
 def test_a_batch_without_a_scored_token_changes_nothing():
     model = model_of()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
