@@ -21,6 +21,23 @@ def test_a_benchmark_of_a_gpu_says_what_it_needs(script):
     assert done.stderr.strip() == f"{script} needs a CUDA or ROCm GPU, and found none"
 
 
+def test_the_share_of_communication_that_is_hidden(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import bench_ranks
+
+    def kernel(name, start, stop):
+        return {"cat": "kernel", "name": name, "ts": start, "dur": stop - start}
+
+    events = [
+        kernel("ncclA", 0, 4000), kernel("ncclB", 3000, 6000), kernel("ncclC", 8000, 10000),
+        kernel("mm", 1000, 2000), kernel("mm", 1500, 2500), kernel("add", 5000, 9000),
+        {"cat": "cpu", "name": "nccl", "ts": 0, "dur": 1e6},
+    ]  # fmt: skip
+    milliseconds, share = bench_ranks.overlap(events)
+    assert milliseconds == 8
+    assert share == pytest.approx((1.5 + 1 + 1) / 8)
+
+
 def test_compare_optimizers_reads_what_it_has_run(monkeypatch, capsys, tmp_path):
     monkeypatch.syspath_prepend(SCRIPTS)
     import compare_optimizers
