@@ -1,130 +1,21 @@
-"""Pieces that are stepped together, with their state: banks of same-shape matrices, AdamW's lists.
-
-Nothing here knows parameter groups: a step is given the numbers of the moment (`Numbers`), and
-finds gradients by a function, so that whoever owns the bank decides where they come from.
-"""
+"""MuonBank: matrices of one shape, which are orthogonalised together, with their state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from ..ops import dispatch
 from . import rules
-from .orthogonalize import check_preset, lr_factor, orthogonalize, product_dtype
-from .param_groups import Piece
-from .rules import Rails, Scalar
-
-if TYPE_CHECKING:
-    from .triton.adamw import Layout
+from .orthogonalize import lr_factor, orthogonalize, product_dtype
+from .pieces import Gradients, Member, Numbers, Options, is_dtensor, numbers_of, wide
+from .rules import Scalar
 
 # Elements of the matrices that are worked on at a time: bounds the float32 copies of a step.
 PART_ELEMENTS = 1 << 28
-
-
-class Numbers(NamedTuple):
-    """What changes from step to step, as numbers, or as the elements of one tensor on a device.
-
-    `skip` is 1 in a step that is to change nothing, and 0 in any other, which the host then need
-    not know. What has a true property `skips` heeds it.
-    """
-
-    lr: Scalar
-    weight_decay: Scalar
-    momentum: Scalar
-    fast_beta: Scalar
-    share: Scalar
-    skip: Scalar = 0.0
-
-    def packed(self, device: torch.device) -> Tensor:
-        """All in one float32 tensor: that which they are elements of, or a new one."""
-        if isinstance(self.lr, Tensor):
-            return self.lr.as_strided((len(self),), (1,))
-        return torch.tensor(self, dtype=torch.float32, device=device)
-
-
-@dataclass(frozen=True)
-class Options:
-    """How an optimizer steps, the same for all of its pieces; see `HybridOptimizer`."""
-
-    preset: str
-    lr_rule: str
-    nesterov: bool
-    rails: Rails | None
-    equalize: float | None
-    row_equalize: bool
-    trace_norm: bool
-    cautious: bool
-    decay_adjusted: bool
-    extra_bits: bool
-    adam_every: int
-    dtype: torch.dtype | None
-
-    def __post_init__(self):
-        check_preset(self.preset)
-        lr_factor(self.lr_rule, 1, 1)
-        if self.equalize is not None and not 0 <= self.equalize < 1:
-            raise ValueError(f"equalize is a beta in [0, 1) or None, got {self.equalize}")
-        if self.adam_every < 1:
-            raise ValueError(f"adam_every must be at least 1, got {self.adam_every}")
-
-
-class Member(NamedTuple):
-    """A piece and the parameter it belongs to."""
-
-    piece: Piece
-    parameter: Tensor
-
-    @property
-    def weight(self) -> Tensor:
-        """The rows that are on this process, as a view."""
-        return self.rows(self.parameter.detach())
-
-    @property
-    def kind(self) -> tuple:
-        """What the members of a bank share."""
-        p = self.parameter
-        layout = (p.device_mesh, p.placements) if is_dtensor(p) else None
-        return self.piece.shape, p.dtype, p.device, layout
-
-    def rows(self, t: Tensor) -> Tensor:
-        """The rows that are on this process, of the parameter or of its gradient, as a view."""
-        if not is_dtensor(t):
-            return self.piece.of(t)
-        from .dtensor import local_rows
-
-        return local_rows(self.piece, t, self.parameter.placements)
-
-
-def is_dtensor(t: Tensor) -> bool:
-    """Whether a tensor is a DTensor, told without the seconds that it takes to import them."""
-    return hasattr(t, "device_mesh")
-
-
-def local(t: Tensor) -> Tensor:
-    """What of a tensor is on this process."""
-    return t.to_local() if is_dtensor(t) else t
-
-
-# The gradient of a member's rows; None where there is none.
-Gradients = Callable[[Member], Tensor | None]
-
-
-def own_gradient(member: Member) -> Tensor | None:
-    """The rows of the parameter's own gradient."""
-    grad = member.parameter.grad
-    return None if grad is None else member.rows(grad)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the state of weights in `dtype`."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 class MuonBank:
@@ -151,7 +42,7 @@ class MuonBank:
     def factors(self, like: Mapping[str, Any]) -> list[Tensor]:
         """lr_mul, decay_mul, follows and own_decay of every matrix, (K, 1, 1)."""
         factor = lr_factor(self.options.lr_rule, *self.members[0].piece.shape)
-        lr_mul, follows, own = _numbers_of(self.members)
+        lr_mul, follows, own = numbers_of(self.members)
         decay_mul = lr_mul * factor if self.options.decay_adjusted else lr_mul
         every = (lr_mul * factor, decay_mul, follows, own)
         return [t.to(**like)[:, None, None] for t in every]
@@ -280,145 +171,6 @@ class MuonBank:
         return w
 
 
-class AdamWPiece:
-    """A piece that AdamW trains, and its state."""
-
-    def __init__(self, member: Member, options: Options, count: Tensor):
-        self.member, self.options, self.count = member, options, count
-        weight = member.weight
-        like = {"device": weight.device, "dtype": wide(weight.dtype)}
-        self.average = torch.zeros(weight.shape, **like)
-        self.square = torch.zeros(weight.shape, **like)
-        every = options.adam_every
-        self.kept = torch.zeros(weight.shape, **like) if every > 1 else None
-        bits = options.extra_bits and weight.dtype == torch.bfloat16
-        self.low = torch.zeros_like(weight, dtype=torch.int16) if bits else None
-
-    def state(self) -> dict[str, Tensor]:
-        """The state by name."""
-        named = {
-            "exp_avg": self.average,
-            "exp_avg_sq": self.square,
-            "step": self.count,
-            "kept": self.kept,
-            "low": self.low,
-        }
-        return {name: t for name, t in named.items() if t is not None}
-
-    @property
-    def fused(self) -> bool:
-        """Whether torch's fused kernel does all that is asked for."""
-        weight = self.member.weight
-        same = weight.dtype == self.average.dtype and weight.device.type in ("cpu", "cuda")
-        # It takes all tensors as they lie in memory, and the state lies row by row.
-        same = same and weight.is_contiguous()
-        return same and self.low is None and not self.options.cautious
-
-    def step(self, grad: Tensor, lr: Scalar, decay: Scalar, betas, eps: float) -> None:
-        """One step in plain operations."""
-        weight = self.member.weight
-        dtype = self.average.dtype
-        w = weight.to(dtype) if self.low is None else rules.join_bits(weight, self.low)
-        rules.adamw_(
-            w, grad.to(dtype), self.average, self.square, self.count, lr, decay, betas, eps,
-            self.options.cautious,
-        )  # fmt: skip
-        if self.low is not None:
-            w, low = rules.split_bits(w)
-            self.low.copy_(low)
-        if w is not weight:
-            weight.copy_(w)
-
-
-class AdamWList:
-    """AdamW's pieces on one device, of one dtype."""
-
-    def __init__(self, members: Sequence[Member], options: Options):
-        weight = members[0].weight
-        self.members, self.options, self.device = list(members), options, weight.device
-        self.counts = torch.zeros(len(members), device=weight.device, dtype=torch.float32)
-        self.pieces = [
-            AdamWPiece(member, options, count)
-            for member, count in zip(members, self.counts.unbind(), strict=True)
-        ]
-        self.lr_mul, self.follows, self.own_decay = (
-            t.to(weight.device, wide(weight.dtype)) for t in _numbers_of(members)
-        )
-        if self.on_kernels:
-            _ = self.layout  # which a step could not make while it is captured
-
-    @property
-    def on_kernels(self) -> bool:
-        """Whether Triton makes the steps, which takes weights row by row."""
-        return dispatch.on_kernels(self.pieces[0].average) and all(
-            member.parameter.is_contiguous() for member in self.members
-        )
-
-    @property
-    def skips(self) -> bool:
-        """Whether steps heed `Numbers.skip`."""
-        return self.on_kernels
-
-    @cached_property
-    def layout(self) -> Layout:
-        """What the kernels know of the pieces."""
-        from .triton.adamw import Layout
-
-        return Layout.of(self.pieces, self.device)
-
-    def states(self) -> Iterator[tuple[Member, dict[str, Tensor]]]:
-        """Every member with its state by name."""
-        for piece in self.pieces:
-            yield piece.member, piece.state()
-
-    def step(
-        self, gradients: Gradients, numbers: Numbers, betas: tuple[float, float], eps: float,
-        active: bool = True,
-    ) -> None:  # fmt: skip
-        """Update the pieces that have a gradient, or keep it for the next active step."""
-        grads = [gradients(member) for member in self.members]
-        if self.on_kernels:
-            from .triton.adamw import step
-
-            step(self, grads, numbers, betas, eps, active)
-        elif active:
-            self._step(grads, numbers, betas, eps)
-        else:
-            for piece, grad in zip(self.pieces, grads, strict=True):
-                if grad is not None:
-                    piece.kept.add_(grad)
-
-    def _step(
-        self, grads: Sequence[Tensor | None], numbers: Numbers, betas: tuple[float, float],
-        eps: float,
-    ) -> None:  # fmt: skip
-        """An active step without Triton."""
-        together: dict[tuple, list[tuple[AdamWPiece, Tensor]]] = {}
-        for piece, grad in zip(self.pieces, grads, strict=True):
-            if piece.kept is not None:
-                # A gradient of an earlier step is one, too.
-                grad = piece.kept if grad is None else piece.kept + grad
-            if grad is None:
-                continue
-            facts = piece.member.piece
-            key = (piece.fused, facts.lr_mul, facts.weight_decay)
-            together.setdefault(key, []).append((piece, grad))
-        for (fused, lr_mul, own_decay), those in together.items():
-            lr = numbers.lr * lr_mul
-            decay = numbers.weight_decay if own_decay is None else own_decay
-            # A number 0 says that there is nothing to do; 0 in a device scalar would not.
-            decay = lr * decay if isinstance(decay, Tensor) or decay else 0.0
-            if fused:
-                pieces, found = zip(*those, strict=True)
-                _fused(pieces, found, lr, decay, betas, eps)
-                continue
-            for piece, grad in those:
-                piece.step(grad, lr, decay, betas, eps)
-        for piece in self.pieces:
-            if piece.kept is not None:
-                piece.kept.zero_()
-
-
 def make_bank(members: Sequence[Member], options: Options) -> MuonBank:
     """The bank for matrices of one kind, by how their parameters are stored."""
     if is_dtensor(members[0].parameter):
@@ -426,51 +178,6 @@ def make_bank(members: Sequence[Member], options: Options) -> MuonBank:
 
         return ShardedBank(members, options)
     return MuonBank(members, options)
-
-
-def _numbers_of(members: Sequence[Member]) -> tuple[Tensor, Tensor, Tensor]:
-    """lr_mul, follows and own_decay of every piece, (K,).
-
-    The decay of piece k is lr lr_mul[k] (weight_decay follows[k] + own_decay[k]).
-    """
-    pieces = [member.piece for member in members]
-    rows = (
-        [piece.lr_mul for piece in pieces],
-        [piece.weight_decay is None for piece in pieces],
-        [piece.weight_decay or 0.0 for piece in pieces],
-    )
-    return torch.tensor(rows, dtype=torch.float64).unbind()
-
-
-def _fused(
-    pieces: Sequence[AdamWPiece],
-    grads: Sequence[Tensor],
-    lr: Scalar,
-    decay: Scalar,
-    betas: tuple[float, float],
-    eps: float,
-) -> None:
-    weights = [piece.member.weight for piece in pieces]
-    # By itself, since the kernel takes the decay as a number, which a CUDA graph would freeze.
-    if isinstance(decay, Tensor) or decay:
-        torch._foreach_mul_(weights, 1 - decay)
-    dtype = pieces[0].average.dtype
-    adamw(
-        weights,
-        [grad.to(dtype).contiguous() for grad in grads],
-        [piece.average for piece in pieces],
-        [piece.square for piece in pieces],
-        [],
-        [piece.count for piece in pieces],
-        fused=True,
-        amsgrad=False,
-        beta1=betas[0],
-        beta2=betas[1],
-        lr=lr,
-        weight_decay=0.0,
-        eps=eps,
-        maximize=False,
-    )
 
 
 def _runs(present: list[bool], limit: int) -> Iterator[slice]:

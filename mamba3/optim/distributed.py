@@ -26,18 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .banks import (
-    AdamWList,
-    Gradients,
-    Member,
-    MuonBank,
-    Numbers,
-    Options,
-    is_dtensor,
-    make_bank,
-    own_gradient,
-)
+from .adamw import AdamWList
+from .banks import MuonBank, make_bank
 from .exchange import BankShare, Flat, Found, Question, Ranks, Rows
+from .pieces import Gradients, Member, Numbers, Options, is_dtensor, own_gradient
 
 # The label of AdamW's pieces that are no sparse tables.
 SMALL = "adamw"
@@ -226,7 +218,7 @@ class ReplicatedBank(MuonBank):
         buffer = mine.new_empty(ranks.world * len(mine), *mine.shape[1:])
 
         def apply() -> None:
-            self.apply(part, self.equalized(part, buffer[:count], numbers.skip), numbers)
+            self.finish(part, buffer[:count], numbers)
 
         return ranks.gather_rows(buffer, mine), apply
 

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from .banks import Gradients, Member, MuonBank, Numbers, Options, is_dtensor, wide
+from .banks import MuonBank
 from .orthogonalize import product_dtype
 from .param_groups import Piece
+from .pieces import Gradients, Member, Numbers, Options, is_dtensor, wide
 
 Spans = Sequence[tuple[int, int]]
 

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .banks import Gradients, Member, MuonBank, Numbers, Options
+from .banks import MuonBank
+from .pieces import Gradients, Member, Numbers, Options
 
 Found = Mapping[int, Tensor | None]
 

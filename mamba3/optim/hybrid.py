@@ -18,20 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from .banks import (
-    AdamWList,
-    AdamWPiece,
-    Member,
-    MuonBank,
-    Numbers,
-    Options,
-    is_dtensor,
-    local,
-    own_gradient,
-)
+from .adamw import AdamWList, AdamWPiece
+from .banks import MuonBank
 from .distributed import Replicated, Sharded, bank_labels, distribution
 from .orthogonalize import DEFAULT_PRESET
 from .param_groups import RULES, ParamGroupEngine, Piece, check_rule
+from .pieces import Member, Numbers, Options, is_dtensor, local, own_gradient
 from .rules import Rails
 from .skipped import SkippedSteps
 from .state import check_groups, matching, named

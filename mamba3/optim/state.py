@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .banks import Member
+from .pieces import Member
 
 
 def named(member: Member, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .banks import AdamWPiece, Member, is_dtensor, own_gradient
+from .adamw import AdamWPiece
+from .pieces import Member, is_dtensor, own_gradient
 
 
 class Tied(NamedTuple):

@@ -22,8 +22,10 @@ from mamba3.ops.loss import empty_logits
 from mamba3.ops.triton import loss
 from mamba3.ops.triton import scan as launchers
 from mamba3.optim import Rails
-from mamba3.optim.banks import AdamWList, Member, MuonBank, Numbers, Options
+from mamba3.optim.adamw import AdamWList
+from mamba3.optim.banks import MuonBank
 from mamba3.optim.param_groups import Piece
+from mamba3.optim.pieces import Member, Numbers, Options
 from mamba3.optim.triton import adamw, launch, updates
 
 FORMS = {

@@ -9,7 +9,7 @@ from compare import DEVICE, randomise
 from torch import nn
 
 from mamba3.optim import ANVIL, HybridOptimizer, Rails
-from mamba3.optim.banks import Numbers
+from mamba3.optim.pieces import Numbers
 
 OPTIONS = {
     "default": {},

@@ -15,8 +15,9 @@ from torch import nn
 
 from mamba3.ops import use_backend
 from mamba3.optim import ANVIL, HybridOptimizer, Rails, banks, orthogonalize, rules
-from mamba3.optim.banks import Member, MuonBank, Numbers, Options
+from mamba3.optim.banks import MuonBank
 from mamba3.optim.param_groups import Piece
+from mamba3.optim.pieces import Member, Numbers, Options
 from mamba3.optim.triton import adamw, launch, updates
 
 # Roundings of float32, of sums of a few terms.

@@ -34,7 +34,8 @@ from torch import Tensor
 from .launch import DTYPES, launch, lerp, load_weights, store_weights, table, tensor_at, weight_type
 
 if TYPE_CHECKING:
-    from ..banks import AdamWList, AdamWPiece, Numbers
+    from ..adamw import AdamWList, AdamWPiece
+    from ..pieces import Numbers
 
 # Elements of a program, and pieces of one that works out their numbers.
 BLOCK, PIECES = 1024, 128

@@ -24,7 +24,8 @@ from torch import Tensor
 from .launch import DTYPES, launch, lerp, load_weights, store_weights, table, tensor_at, weight_type
 
 if TYPE_CHECKING:
-    from ..banks import MuonBank, Numbers
+    from ..banks import MuonBank
+    from ..pieces import Numbers
 
 # Elements that a program takes of a matrix, in a row or as a tile (rows, columns).
 ROW = 1, 2048
