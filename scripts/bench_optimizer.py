@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from bench_gpu import median_ms
 from torch import nn
 
 from mamba3.optim import ANVIL, HybridOptimizer, orthogonalize
@@ -25,6 +25,7 @@ from mamba3.optim.orthogonalize import PRESETS
 
 SHAPES = ((8512, 2048), (2048, 4096), (8192, 2048), (2048, 4096))
 LAYERS = 24
+REPEATS = 10
 # Relative errors against the polar factor of a Gaussian matrix; see the presets.
 TOLERANCE = {"keller5": 0.2, "polar_express5": 0.11, "anvil6": 0.01}
 HYBRIDS = {
@@ -100,7 +101,7 @@ def steps(layers: int) -> list[dict]:
     rows = []
     for name, make in makers.items():
         optimizer = make()
-        row = {"by": name, "step_ms": median_ms(optimizer.step), "replayed_ms": None}
+        row = {"by": name, "step_ms": median_ms(optimizer.step, REPEATS), "replayed_ms": None}
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         optimizer.step()
@@ -124,20 +125,7 @@ def replayed_ms(optimizer: HybridOptimizer) -> float:
         optimizer.advance()
         graph.replay()
 
-    return median_ms(step)
-
-
-def median_ms(function: Callable, repeats: int = 10) -> float:
-    """Median milliseconds between device events around a call, the first three apart."""
-    measured = []
-    for _ in range(repeats + 3):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        function()
-        stop.record()
-        torch.cuda.synchronize()
-        measured.append(start.elapsed_time(stop))
-    return statistics.median(measured[3:])
+    return median_ms(step, REPEATS)
 
 
 def print_steps(rows: list[dict]) -> None:

@@ -30,6 +30,13 @@ def error(got: Tensor, expected: Tensor) -> float:
     return (got - expected).norm().item() / (scale or 1.0)
 
 
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    """Tensors of the same names and the same bits."""
+    assert a.keys() == b.keys()
+    for name, t in a.items():
+        assert torch.equal(t, b[name]), name
+
+
 def assert_close(got, expected, tolerance: float, what: str = "") -> None:
     """Compare tensors, or tuples or dicts of them, and name the worst one that is off."""
     if isinstance(got, Tensor):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from compare import DEVICE, assert_close
+from compare import DEVICE, assert_close, assert_same
 from torch import nn
 
 from mamba3.ops import use_backend
@@ -15,6 +15,8 @@ from mamba3.optim.adamw import AdamWList
 from mamba3.optim.param_groups import Piece
 from mamba3.optim.pieces import Member, Numbers, Options
 from mamba3.optim.triton import adamw, launch
+
+pytestmark = pytest.mark.usefixtures("kernels")
 
 # Roundings of float32, of sums of a few terms.
 ROUNDING = 3e-7
@@ -103,26 +105,6 @@ def gradients_of(those: AdamWList, dtype=torch.float32) -> list[torch.Tensor]:
 def step(those, grads, numbers=NUMBERS, active=True, betas=BETAS) -> None:
     given = {id(member): g for member, g in zip(those.members, grads, strict=True)}
     those.step(lambda member: given[id(member)], numbers, betas, EPS, active)
-
-
-def assert_same(a: dict, b: dict) -> None:
-    assert a.keys() == b.keys()
-    for name, t in a.items():
-        assert torch.equal(t, b[name]), name
-
-
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch):
-    """Triton's backend for every test; counts launches, as the torch path would pass them, too."""
-    counted = []
-
-    def counting(kernel, *args):
-        counted.append(kernel)
-        return launch.launch(kernel, *args)
-
-    monkeypatch.setattr(adamw, "launch", counting)
-    with use_backend("triton"):
-        yield counted
 
 
 @each_option

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from compare import randomise
+from compare import assert_same, randomise
 from torch import nn
 
 from mamba3 import Mamba3Config, Mamba3LM
@@ -52,11 +52,6 @@ def give_gradients(model, step):
 
 def weights(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def assert_same(a, b):
-    for name, p in a.items():
-        assert torch.equal(p, b[name]), name
 
 
 def run(model, optimizer, steps, start=0):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compare import DEVICE, TOLERANCE, assert_close, randomise
+from compare import DEVICE, TOLERANCE, assert_close, assert_same, randomise
 from torch import nn
 
 from mamba3.ops import use_backend
@@ -18,7 +18,9 @@ from mamba3.optim import ANVIL, HybridOptimizer, Rails, banks, orthogonalize, ru
 from mamba3.optim.banks import MuonBank
 from mamba3.optim.param_groups import Piece
 from mamba3.optim.pieces import Member, Numbers, Options
-from mamba3.optim.triton import adamw, launch, updates
+from mamba3.optim.triton import launch, updates
+
+pytestmark = pytest.mark.usefixtures("kernels")
 
 # Roundings of float32, of sums of a few terms.
 ROUNDING = 3e-7
@@ -88,27 +90,6 @@ def everything(bank: MuonBank) -> dict[str, torch.Tensor]:
         if getattr(bank, name) is not None:
             named[name] = getattr(bank, name).clone()
     return named
-
-
-def assert_same(a: dict, b: dict) -> None:
-    assert a.keys() == b.keys()
-    for name, t in a.items():
-        assert torch.equal(t, b[name]), name
-
-
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch):
-    """Triton's backend for every test; counts launches, as the torch path would pass them, too."""
-    counted = []
-
-    def counting(kernel, *args):
-        counted.append(kernel)
-        return launch.launch(kernel, *args)
-
-    for module in (updates, adamw):
-        monkeypatch.setattr(module, "launch", counting)
-    with use_backend("triton"):
-        yield counted
 
 
 def gradients_of(shape, dtype):
