@@ -25,8 +25,8 @@ from mamba3.train.checkpoint import load_state
 
 ROOT = Path(__file__).parent.parent
 DEBUG = str(ROOT / "configs" / "debug.yaml")
-COMMANDS = ["quickstart", "generate", "train", "finetune", "tokenize", "eval", "info", "list"]
-COMMANDS += ["doctor"]
+COMMANDS = ["quickstart", "generate", "train", "profile", "finetune", "tokenize", "eval", "info"]
+COMMANDS += ["list", "doctor"]
 
 
 @pytest.fixture(scope="module")

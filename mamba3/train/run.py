@@ -108,7 +108,7 @@ class _Run:
             for stage in recipe.data.stages
             for problem in arithmetic.eval_problems(stage, recipe.data.eval_problems)
         ]
-        model = _build_model(recipe, self.tokenizer.vocab_size, state)
+        model = build_model(recipe, self.tokenizer.vocab_size, state)
         self.model = model.to(device)
         architecture = model.config.to_dict()
         del architecture["model_type"]
@@ -254,7 +254,7 @@ class _Run:
         )
 
 
-def _build_model(recipe: Recipe, vocab_size: int, state: dict | None) -> Mamba3LM:
+def build_model(recipe: Recipe, vocab_size: int, state: dict | None) -> Mamba3LM:
     """A model with the weights that the run begins with; those of a state come later."""
     init_from = recipe.train.init_from
     if state is not None:

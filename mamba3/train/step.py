@@ -13,12 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
 
 from mamba3.data.problems import Batch
 from mamba3.models.lm import IGNORE
 from mamba3.optim import HybridOptimizer
 from mamba3.train.parallel import Ranks
 from mamba3.train.precision import LossScaler, autocast
+
+# What a step marks for profilers.
+RANGES = ("forward", "backward", "clipping", "optimizer")
 
 
 class StepOutput(NamedTuple):
@@ -121,7 +125,11 @@ class TrainStep:
         losses = []
         for part in parts:
             last = part is parts[-1]
-            with self._without_exchange(last), autocast(self.precision, self.device):
+            with (
+                self._without_exchange(last),
+                autocast(self.precision, self.device),
+                record_function("forward"),
+            ):
                 loss = self._forward(
                     part.input_ids, labels=part.labels, seq_idx=part.seq_idx, return_logits=False
                 ).loss
@@ -129,16 +137,22 @@ class TrainStep:
                 losses.append(loss.detach())
                 # Ranks average their gradients, and the batch's is their sum.
                 loss = loss * self.ranks.world
-            with self._without_exchange(last):
+            with self._without_exchange(last), record_function("backward"):
                 (loss if self.scaler is None else self.scaler.scaled(loss)).backward()
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        with record_function("clipping"):
+            norm = self._clip()
+        with record_function("optimizer"):
+            self.optimizer.update()
+        return StepOutput(self.ranks.sum(torch.stack(losses).sum()), norm)
+
+    def _clip(self) -> Tensor:
+        """The gradients' norm; they are scaled down to the largest that is allowed."""
         if self.scaler is not None:
-            self.scaler.unscale(gradients)
+            self.scaler.unscale([p.grad for p in self._parameters if p.grad is not None])
         norm = nn.utils.clip_grad_norm_(self._parameters, self.grad_clip)
         if self.scaler is not None:
             self.scaler.update(torch.isfinite(norm))
-        self.optimizer.update()
-        return StepOutput(self.ranks.sum(torch.stack(losses).sum()), norm)
+        return norm
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer and, in float16, the loss scale."""
