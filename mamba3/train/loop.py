@@ -106,7 +106,8 @@ def fit(
             weight has been changed by that step.
     """
     make, model = CachedStep(step) if how.cache_steps else step, step.model
-    data = AsyncBatches(batches, start, workers=workers, device=step.device)
+    # On the host, where a step counts its tokens without a wait; it takes the batch over itself.
+    data = AsyncBatches(batches, start, workers=workers)
     with data, progress_bar(steps, start, progress) as bar:
         readings = Readings(log, bar, how.nonfinite)
         for index in range(start, steps):

@@ -90,7 +90,10 @@ class TrainStep:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
 
     def parts(self, batch: Batch) -> list[Part]:
-        """This rank's rows, in `accumulate` parts of as equal sizes as can be, on the device."""
+        """This rank's rows, in `accumulate` parts of as equal sizes as can be, on the device.
+
+        A batch that is on the host is taken over without a wait.
+        """
         rank, world = self.ranks
         if len(batch.input_ids) < world:
             raise ValueError(
@@ -172,7 +175,11 @@ class TrainStep:
         return contextlib.nullcontext() if last or no_sync is None else no_sync()
 
     def _moved(self, t: Tensor | None) -> Tensor | None:
-        return None if t is None else t.to(self.device, non_blocking=True)
+        if t is None:
+            return None
+        # Only from pinned memory does a copy not wait.
+        t = t.pin_memory() if self.device.type == "cuda" and not t.is_cuda else t
+        return t.to(self.device, non_blocking=True)
 
 
 def _scored(labels: Tensor, documents: Tensor | None) -> Tensor:
