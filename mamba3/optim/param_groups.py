@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import math
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -53,6 +54,11 @@ class Piece:
     def title(self) -> str:
         """name, or name[label]: what overrides are matched with."""
         return f"{self.name}[{self.label}]" if self.label else self.name
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
 
     def of(self, parameter: Tensor) -> Tensor:
         """The rows, as a view of the parameter or of a tensor of its shape."""
@@ -135,7 +141,7 @@ class ParamGroupEngine:
 
     def _summary(self) -> str:
         def total(rule):
-            return sum(_numel(piece.shape) for piece in self.pieces if piece.rule == rule)
+            return sum(piece.numel for piece in self.pieces if piece.rule == rule)
 
         frozen = sum(p.numel() for p in self.frozen.values())
         return (
@@ -307,10 +313,3 @@ def _change(change: str | Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _is_matrix(rows: tuple[Rows, ...]) -> bool:
     return any(row.rule == "muon" for row in rows)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ from mamba3.train.card import write_card
 from mamba3.train.config import OPTIMIZERS, Recipe
 from mamba3.train.log import METRICS_FILE, MetricsLog
 from mamba3.train.loop import fit, make_step
+from mamba3.train.panel import start_panel
 from mamba3.train.parallel import Ranks, ranks_of
 from mamba3.train.signals import Stopped, StopSignals
 
@@ -67,7 +69,7 @@ def train(
         out: folder of the run; it is made if needed.
         resume: continue the run in `out` from its last checkpoint, as if it had not stopped. Only
             the recipe's length and looks (train.steps, train.eval_every, ...) may have changed.
-        progress: show a bar on standard error.
+        progress: show on standard error what the run is, and a bar.
 
     Raises:
         FileExistsError: `out` holds a run or a model already, and `resume` is False.
@@ -146,6 +148,8 @@ class _Run:
             )
         if self.ranks.first:
             replace_text(self.out / RECIPE_FILE, recipe.to_yaml())
+            if progress:
+                print(start_panel(recipe, self.train_step, self.step), file=sys.stderr)
         batches = arithmetic.CurriculumStream(
             recipe.data.stages,
             self.tokenizer,
