@@ -339,6 +339,27 @@ def test_a_loss_that_is_not_finite_stops_the_run(make_recipe, tmp_path, monkeypa
     assert all(torch.isfinite(p).all() for p in Mamba3LM.from_pretrained(out).parameters())
 
 
+def test_a_step_that_is_not_finite_can_be_skipped(make_recipe, tmp_path, read_metrics, monkeypatch):
+    """The run goes on as if that step's batch had not been there."""
+    seen = []
+
+    def forward(self, input_ids, original=Mamba3LM.forward, **options):
+        output = original(self, input_ids, **options)
+        if options.get("labels") is None:
+            return output
+        seen.append({name: p.detach().clone() for name, p in self.named_parameters()})
+        return output._replace(loss=output.loss * (math.nan if len(seen) == 8 else 1))
+
+    monkeypatch.setattr(Mamba3LM, "forward", forward)
+    out = tmp_path / "run"
+    assert train(make_recipe({"step.nonfinite": "skip"}), out, progress=False).steps == 20
+    losses = [line["loss"] for line in read_metrics(out, training=True)]
+    assert [i for i, loss in enumerate(losses) if math.isnan(loss)] == [7]
+    for name, p in seen[7].items():
+        assert torch.equal(p, seen[8][name])
+    assert any(not torch.equal(p, seen[9][name]) for name, p in seen[8].items())
+
+
 def test_a_gradient_that_is_not_finite_changes_no_weight(make_recipe, tmp_path, monkeypatch):
     seen = {}
 
