@@ -87,14 +87,13 @@ class MuonBank:
         for part in _runs([grad is not None for grad in grads], self.limit):
             yield part, grads[part]
 
-    def momentum(self, part: slice, grads: Sequence[Tensor], numbers: Numbers) -> Tensor:
-        """What is to be orthogonalised, (k, m, n)."""
-        return self.momentum_and_norm(part, grads, numbers)[0]
-
     def momentum_and_norm(
         self, part: slice, grads: Sequence[Tensor], numbers: Numbers
     ) -> tuple[Tensor, Tensor | None]:
-        """The same, and its norms (k, 1, 1) where they come with it and are of use."""
+        """What is to be orthogonalised, (k, m, n), and its norms (k, 1, 1).
+
+        The norms are there where they come with it and are of use.
+        """
         if not self.on_kernels:
             return self.average(part, torch.stack(list(grads)), numbers), None
         from .triton.updates import momentum

@@ -145,9 +145,11 @@ class HybridOptimizer(torch.optim.Optimizer):
         # A GradScaler leaves out the step of one rank alone, for which the others would wait; but
         # hands steps to who says this, and so can be refused.
         self._step_supports_amp_scaling = isinstance(distributed, Sharded)
-        self._banks: list[list[MuonBank]] = []
-        self._lists: list[list[AdamWList]] = []
-        self._pieces = {id(engine.parameters[p.name]): engine.of(p.name) for p in engine.pieces}
+        # What is stepped, with the number of its group.
+        self._works: list[tuple[int, MuonBank | AdamWList]] = []
+        self._pieces: dict[int, list[Piece]] = {}
+        for piece in engine.pieces:
+            self._pieces.setdefault(id(engine.parameters[piece.name]), []).append(piece)
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "betas": tuple(betas),
             "eps": eps,
@@ -155,7 +157,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         super().__init__(self._groups(), defaults)
         self._check_extra_bits()
         self._pair = None if tied is None else TiedPair(tied, self._adamw_pieces())
-        self._mode.plan(self._works())
+        self._mode.plan(self._works)
 
     def plan(self) -> str:
         """The table of `ParamGroupEngine.plan`."""
@@ -169,7 +171,7 @@ class HybridOptimizer(torch.optim.Optimizer):
     @property
     def bank_labels(self) -> tuple[str, ...]:
         """Names of the banks of same-shape matrices, count x rows x columns, for `Sharded`."""
-        return tuple(bank_labels(bank for banks in self._banks for bank in banks))
+        return tuple(bank_labels(self._banks()))
 
     # groups
 
@@ -219,16 +221,17 @@ class HybridOptimizer(torch.optim.Optimizer):
                 p = member.parameter
                 kind = p.device, p.dtype, self._mode.label(member)
                 lists.setdefault(kind, []).append(member)
-        self._banks.append([self._mode.bank(those, self._options) for those in banks.values()])
-        self._lists.append([AdamWList(those, self._options) for those in lists.values()])
+        works = [self._mode.bank(those, self._options) for those in banks.values()]
+        works += [AdamWList(those, self._options) for those in lists.values()]
         for parameter in group["params"]:
             # torch.distributed.checkpoint asks for one of every parameter, frozen ones too.
             self.state.setdefault(parameter, {})
-        for own in (*self._banks[-1], *self._lists[-1]):
+        index = len(self.param_groups) - 1
+        for own in works:
+            self._works.append((index, own))
             for member, state in own.states():
                 self._show(member, state)
-            key = len(self.param_groups) - 1, own.device
-            self._scalars[key] = torch.zeros(
+            self._scalars[index, own.device] = torch.zeros(
                 len(Numbers._fields), dtype=torch.float32, device=own.device
             )
 
@@ -259,16 +262,19 @@ class HybridOptimizer(torch.optim.Optimizer):
         """Make a piece's state that of its parameter, as everyone reads it."""
         self.state[member.parameter].update(named(member, state))
 
+    def _banks(self) -> list[MuonBank]:
+        return [own for _, own in self._works if not isinstance(own, AdamWList)]
+
     def _adamw_pieces(self) -> Iterator[AdamWPiece]:
-        for lists in self._lists:
-            for those in lists:
-                yield from those.pieces
+        for _, own in self._works:
+            if isinstance(own, AdamWList):
+                yield from own.pieces
 
     def _check_extra_bits(self) -> None:
         if not self._options.extra_bits:
             return
         # A model in bfloat16 keeps some small parameters in float32, but no matrix.
-        matrices = {bank.members[0].weight.dtype for banks in self._banks for bank in banks}
+        matrices = {bank.members[0].weight.dtype for bank in self._banks()}
         others = {piece.member.weight.dtype for piece in self._adamw_pieces()}
         if matrices != {torch.bfloat16} and (matrices or torch.bfloat16 not in others):
             raise ValueError(
@@ -313,7 +319,7 @@ class HybridOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def update(self) -> None:
         """Change weights and state by the gradients and the numbers of the last `advance()`."""
-        works, mode = self._works(), self._mode
+        works, mode = self._works, self._mode
         finite = mode.begin(works, self._gradient, self._finite() if self.skip_nonfinite else None)
         if finite is not None and self._leave_out(finite):
             mode.end()
@@ -340,11 +346,6 @@ class HybridOptimizer(torch.optim.Optimizer):
     def _gradient(self, member: Member) -> Tensor | None:
         """What a member is stepped by, if it is stepped."""
         return self._pair.gradient(member) if self._tied_now() else own_gradient(member)
-
-    def _works(self) -> list[tuple[int, MuonBank | AdamWList]]:
-        """What is stepped, with the number of its group."""
-        both = enumerate(zip(self._banks, self._lists, strict=True))
-        return [(i, those) for i, (banks, lists) in both for those in (*banks, *lists)]
 
     def _values(self, group: dict[str, Any]) -> Numbers:
         """The numbers of a group's step."""
@@ -382,7 +383,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         """
         skip = (~finite).float()
         self._skipped.add(skip)
-        if all(own.skips for those in (*self._banks, *self._lists) for own in those):
+        if all(own.skips for _, own in self._works):
             for scalars in self._scalars.values():
                 Numbers(*scalars.unbind()).skip.copy_(skip)
             return False

@@ -205,36 +205,38 @@ def _layouts(model: nn.Module) -> dict[int, tuple[tuple[Rows, ...], str]]:
     What is declared comes before the allow-list. A parameter with two roles, such as a head tied to
     the embedding, is no matrix if one of them says so.
     """
-    found: dict[int, tuple[tuple[Rows, ...], str]] = {}
-
-    def add(module, layout: Layout, source: str) -> None:
-        for path, rows in layout.items():
-            try:
-                parameter = operator.attrgetter(path)(module)
-            except AttributeError:
-                raise ValueError(
-                    f"the parameter_layout() of {source} names {path}, which it does not have"
-                ) from None
-            before = found.get(id(parameter))
-            if before is None or before[1] in names or _is_matrix(before[0]):
-                found[id(parameter)] = rows, source
-
-    names = {cls.__name__ for cls in _TORCH_LAYOUTS}
+    declared: dict[int, tuple[tuple[Rows, ...], str]] = {}
+    fallback: dict[int, tuple[tuple[Rows, ...], str]] = {}
     for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            _note(declared, module, {"weight": EMBEDDING}, type(module).__name__)
         for cls, layout in _TORCH_LAYOUTS.items():
             if isinstance(module, cls):
-                add(module, layout(module), cls.__name__)
-    tied = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    for module in tied:
-        found[id(module.weight)] = EMBEDDING, type(module).__name__
+                _note(fallback, module, layout(module), cls.__name__)
     # The name that Hugging Face models give to whatever their head is called.
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is not None and getattr(head, "weight", None) is not None:
-        found[id(head.weight)] = EMBEDDING, "get_output_embeddings"
+        _note(declared, head, {"weight": EMBEDDING}, "get_output_embeddings")
     for module in model.modules():
         if hasattr(module, "parameter_layout"):
-            add(module, module.parameter_layout(), type(module).__name__)
-    return found
+            _note(declared, module, module.parameter_layout(), type(module).__name__)
+    return fallback | declared
+
+
+def _note(
+    found: dict[int, tuple[tuple[Rows, ...], str]], module: nn.Module, layout: Layout, source: str
+) -> None:
+    """Add what a layout says of a module's parameters, but for those found to be no matrices."""
+    for path, rows in layout.items():
+        try:
+            parameter = operator.attrgetter(path)(module)
+        except AttributeError:
+            raise ValueError(
+                f"the parameter_layout() of {source} names {path}, which it does not have"
+            ) from None
+        before = found.get(id(parameter))
+        if before is None or _is_matrix(before[0]):
+            found[id(parameter)] = rows, source
 
 
 def _linear(module: nn.Linear) -> Layout:

@@ -146,7 +146,7 @@ def momentum(
     dtype: torch.dtype,
     norm: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """What `MuonBank.momentum` returns, in `dtype`, and its norms (k, 1, 1) if asked for.
+    """What `MuonBank.momentum_and_norm` returns, in `dtype`, and its norms (k, 1, 1) if asked for.
 
     A step that `numbers` says to skip leaves the rails, and returns zeros.
     """
