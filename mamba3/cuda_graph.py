@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 
-@contextlib.contextmanager
-def recorded(device: torch.device, **options) -> Iterator[torch.cuda.CUDAGraph]:
-    """The CUDA graph of what is launched inside a `with` block, on a device.
+def record(
+    function: Callable[[], Any],
+    device: torch.device,
+    *,
+    pool: Any = None,
+    stream: torch.cuda.Stream | None = None,
+) -> Callable[[], Any]:
+    """Record a function's work as a CUDA graph, without doing it.
 
     Args:
-        device: of everything that is launched.
-        options: of `torch.cuda.graph`.
+        function: launches kernels on the current stream, and waits for none of them.
+        device: of its tensors.
+        pool: memory that recordings share, of which only one runs at a time; None is its own.
+        stream: what to record on; None is one of its own.
+
+    Returns:
+        What does the work, on the same addresses; it returns what `function` did when it was
+        recorded, with new values in it.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device):
@@ -23,8 +34,16 @@ def recorded(device: torch.device, **options) -> Iterator[torch.cuda.CUDAGraph]:
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         before = generator.clone_state()
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
-                yield graph
+            with torch.cuda.graph(
+                graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+            ):
+                output = function()
         except BaseException:
             generator.graphsafe_set_state(before)
             raise
+
+    def replay() -> Any:
+        graph.replay()
+        return output
+
+    return replay

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .cuda_graph import recorded
+from .cuda_graph import record
 from .ops import Mamba3State, backend
 
 if TYPE_CHECKING:
@@ -34,32 +34,16 @@ WORTHWHILE = 16
 
 
 def record_cuda(function: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
-    """Record a function as a CUDA graph.
-
-    Args:
-        function: launches kernels on the current stream, and waits for none of them.
-        device: of its tensors.
-
-    Returns:
-        A function that launches the same kernels on the same addresses. It returns the tensor that
-        `function` returned when it was recorded, with new numbers in it.
-    """
+    """Record a function as a CUDA graph, after it has run twice; see `cuda_graph.record`."""
     current, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     stream.wait_stream(current)
     try:
         with torch.cuda.stream(stream):  # which is left in any case, also where recording fails
             for _ in range(2):  # what is made at first use, as compiled kernels, is not recorded
                 function()
-            with recorded(device, stream=stream) as graph:
-                output = function()
+            return record(function, device, stream=stream)
     finally:
         current.wait_stream(stream)
-
-    def replay() -> Tensor:
-        graph.replay()
-        return output
-
-    return replay
 
 
 # How to record, by the type of the device. Elsewhere models are called.

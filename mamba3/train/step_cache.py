@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mamba3.cuda_graph import recorded
+from mamba3.cuda_graph import record
 from mamba3.data.problems import Batch
 from mamba3.ops.dispatch import backend
 from mamba3.train.step import Part, StepOutput, TrainStep
@@ -30,31 +30,8 @@ WARM_UP = 2
 BOUND = 16
 
 
-def record_cuda(function: Callable[[], Any], device: torch.device, pool: Any) -> Callable[[], Any]:
-    """Record a function's work as a CUDA graph, without doing it.
-
-    Args:
-        function: launches kernels, and waits for none of them.
-        device: of its tensors.
-        pool: memory that recordings share, of which only one runs at a time.
-
-    Returns:
-        What does the work; it returns what `function` did, with new values in it.
-    """
-    with recorded(device, pool=pool) as graph:
-        output = function()
-
-    def replay():
-        graph.replay()
-        return output
-
-    return replay
-
-
 # How to record, by the type of the device, and a pool to do it in. Elsewhere steps run as they are.
-RECORDERS: dict[str, tuple[Callable, Callable]] = {
-    "cuda": (record_cuda, torch.cuda.graph_pool_handle)
-}
+RECORDERS: dict[str, tuple[Callable, Callable]] = {"cuda": (record, torch.cuda.graph_pool_handle)}
 
 
 class CachedStep:
@@ -128,7 +105,7 @@ class Recording:
 
     def __init__(self, step: TrainStep, parts: list[Part], record: Callable, pool: Any):
         self._parts = [Part(*(None if t is None else t.clone() for t in part)) for part in parts]
-        self._replay = record(lambda: step.run(self._parts), step.device, pool)
+        self._replay = record(lambda: step.run(self._parts), step.device, pool=pool)
 
     def __call__(self, parts: list[Part]) -> StepOutput:
         """Make the step on a batch."""

@@ -15,7 +15,7 @@ from mamba3.optim import HybridOptimizer
 from mamba3.train import step_cache
 from mamba3.train.precision import LossScaler
 from mamba3.train.step import TrainStep
-from mamba3.train.step_cache import BOUND, RECORDERS, WARM_UP, CachedStep, record_cuda
+from mamba3.train.step_cache import BOUND, RECORDERS, WARM_UP, CachedStep
 
 VOCAB = 19
 
@@ -179,7 +179,7 @@ class Recorder:
 
     def __call__(self, function, device, pool):
         self.recorded += 1
-        replay = self.record[0](function, device, pool)
+        replay = self.record[0](function, device, pool=pool)
 
         def counting():
             self.replayed += 1
@@ -260,7 +260,7 @@ def test_what_a_step_depends_on_is_recorded_anew(recorder, monkeypatch):
 def test_what_cannot_be_recorded_runs_and_is_said_once(monkeypatch, caplog):
     def fail(function, device, pool):
         if DEVICE == "cuda":  # with a real one under way
-            record_cuda(lambda: torch.ones(3, device=device).sum().item(), device, pool())
+            record(lambda: torch.ones(3, device=device).sum().item(), device, pool=pool())
         raise RuntimeError("no graph today")
 
     monkeypatch.setitem(RECORDERS, DEVICE, (fail, lambda: torch.cuda.graph_pool_handle))
