@@ -115,6 +115,18 @@ def _load(folder: Path, device: str | None = None):
     return model
 
 
+def _add_recipe(add: Callable) -> None:
+    add("recipe", help="a YAML file with the groups model, data, optim, step and train")
+    add(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change the recipe",
+    )
+
+
 def _add_json(add: Callable) -> None:
     add("--json", action="store_true", help="print the result as one JSON object")
 
@@ -257,16 +269,8 @@ def _texts(model, tokenizer, prompts: list[str], **options) -> list[str]:
 def _add_train(commands) -> None:
     example = "mamba3 train configs/debug.yaml --out runs/debug --set optim.lr=2e-3 train.seed=1"
     add = _command(commands, _train, example).add_argument
-    add("recipe", help="a YAML file with the groups model, data, optim and train")
+    _add_recipe(add)
     add("--out", required=True, metavar="DIR", help="folder for the model and the run")
-    add(
-        "--set",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change the recipe",
-    )
     add("--resume", action="store_true", help="continue the run in DIR from its last checkpoint")
     _add_json(add)
 
@@ -293,17 +297,9 @@ def _train(args) -> None:
 def _add_profile(commands) -> None:
     example = "mamba3 profile configs/debug.yaml --out profiles/debug"
     add = _command(commands, _profile, example).add_argument
-    add("recipe", help="a YAML file, as for train")
+    _add_recipe(add)
     add("--out", required=True, metavar="DIR", help="folder for the trace")
     add("--steps", type=int, default=10, metavar="N", help="steps to look at (%(default)s)")
-    add(
-        "--set",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change the recipe",
-    )
     _add_json(add)
 
 

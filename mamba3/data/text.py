@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -25,6 +24,7 @@ from mamba3.data.problems import Batch
 from mamba3.data.shuffle import Shuffled
 from mamba3.data.sources import Text
 from mamba3.data.text_tokenizer import TextTokenizer
+from mamba3.progress import progress_bar
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 OFFSET = np.dtype("<i8")
@@ -84,7 +84,7 @@ def write_tokens(
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     skipped: list[str] = []
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _bar(n_bytes, progress) as bar:
+    with progress_bar(progress, total=n_bytes, unit="B", unit_scale=True, delay=2) as bar:
         documents = _documents(texts, tokenizer, bar, skipped if on_error == "skip" else None)
         n_documents, n_tokens = _write_arrays(path, DTYPES[dtype], documents)
     facts = {
@@ -138,19 +138,6 @@ def _encode(group: list[Text], tokenizer: TextTokenizer) -> list[list[int] | Val
         if len(group) == 1:
             return [error]
         return [found for text in group for found in _encode([text], tokenizer)]
-
-
-def _bar(n_bytes: float | None, progress: bool) -> tqdm:
-    return tqdm(
-        total=n_bytes,
-        unit="B",
-        unit_scale=True,
-        file=sys.stderr,
-        disable=not progress,
-        delay=2,
-        # In a log file every refresh is a line of its own.
-        mininterval=0.1 if sys.stderr.isatty() else 10,
-    )
 
 
 def _write_arrays(path: Path, dtype: np.dtype, documents: Iterable[list[int]]) -> tuple[int, int]:

@@ -11,10 +11,11 @@ from torch import nn
 from mamba3.data.loader import AsyncBatches
 from mamba3.data.problems import Batch
 from mamba3.optim import ANVIL, HybridOptimizer, Replicated
+from mamba3.progress import progress_bar
 from mamba3.train.config import OptimRecipe, StepRecipe
 from mamba3.train.log import MetricsLog
 from mamba3.train.parallel import Ranks
-from mamba3.train.readings import Readings, progress_bar
+from mamba3.train.readings import Readings
 from mamba3.train.step import TrainStep
 from mamba3.train.step_cache import CachedStep
 
@@ -108,14 +109,14 @@ def fit(
     make, model = CachedStep(step) if how.cache_steps else step, step.model
     # On the host, where a step counts its tokens without a wait; it takes the batch over itself.
     data = AsyncBatches(batches, start, workers=workers)
-    with data, progress_bar(steps, start, progress) as bar:
+    with data, progress_bar(progress, total=steps, initial=start, unit="step") as bar:
         readings = Readings(log, bar, how.nonfinite)
+        model.train()
         for index in range(start, steps):
             lr = learning_rate(index, optim)
             for group in step.optimizer.param_groups:
                 group["lr"] = lr
             batch = next(data)
-            model.train()
             output = make(batch)
             readings.add(
                 index + 1, output, lr=lr, tokens=batch.n_tokens, data_wait_s=data.waited_s()
@@ -126,6 +127,7 @@ def fit(
                 model.eval()
                 if after_step is not None:
                     after_step(index + 1, loss)
+                model.train()
             if stops:
                 break
         model.eval()

@@ -17,7 +17,7 @@ from mamba3.ops.dispatch import default_device
 from mamba3.threads import limited_threads, worthwhile_threads
 from mamba3.train.config import Recipe
 from mamba3.train.loop import make_step
-from mamba3.train.run import build_model, own_rng
+from mamba3.train.run import build_model, own_rng, stream_of
 from mamba3.train.step import RANGES
 from mamba3.train.step_cache import WARM_UP, CachedStep
 
@@ -75,12 +75,7 @@ def profile(recipe: Recipe, out: str | Path, *, steps: int = 10, kernels: int = 
         step = make_step(
             model.to(recipe.train.device or default_device()), recipe.optim, recipe.step
         )
-        stream = arithmetic.CurriculumStream(
-            recipe.data.stages,
-            tokenizer,
-            batch_size=recipe.data.batch_size,
-            seed=recipe.train.seed,
-        )
+        stream = stream_of(recipe, tokenizer)
         with limited_threads(recipe.train.threads or worthwhile_threads(model)):
             return _Looking(step, stream, Path(out), recipe.step.cache_steps).at(steps, kernels)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections import deque
 from typing import NamedTuple
@@ -112,12 +111,3 @@ class Readings:
                 "step changed no weight, and the last checkpoint stays. Try a smaller optim.lr or "
                 "optim.grad_clip, or step.nonfinite=skip"
             )
-
-
-def progress_bar(steps: int, start: int, show: bool) -> tqdm:
-    """A bar on standard error; in a log file every refresh is a line of its own, so fewer there."""
-    every = 0.1 if sys.stderr.isatty() else 10
-    return tqdm(
-        total=steps, initial=start, unit="step", file=sys.stderr, disable=not show,
-        mininterval=every,
-    )  # fmt: skip

@@ -22,6 +22,7 @@ from mamba3 import hub, zoo
 from mamba3.atomic import replace_text
 from mamba3.config import Mamba3Config
 from mamba3.data import arithmetic
+from mamba3.data.tokenizer import CharTokenizer
 from mamba3.eval.exact_match import ExactMatch, exact_match
 from mamba3.models.lm import Mamba3LM
 from mamba3.ops.dispatch import default_device
@@ -150,18 +151,12 @@ class _Run:
             replace_text(self.out / RECIPE_FILE, recipe.to_yaml())
             if progress:
                 print(start_panel(recipe, self.train_step, self.step), file=sys.stderr)
-        batches = arithmetic.CurriculumStream(
-            recipe.data.stages,
-            self.tokenizer,
-            batch_size=recipe.data.batch_size,
-            seed=recipe.train.seed,
-        )
         # Other ranks have the same to tell, and tell no one.
         log = MetricsLog(self.out / METRICS_FILE if self.ranks.first else None, last_step=self.step)
         with StopSignals() as signals:
             fit(
                 self.train_step,
-                batches,
+                stream_of(recipe, self.tokenizer),
                 recipe.optim,
                 recipe.step,
                 start=self.step,
@@ -278,6 +273,13 @@ def build_model(recipe: Recipe, vocab_size: int, state: dict | None) -> Mamba3LM
             "group 'model' out to take the architecture of train.init_from"
         )
     return model
+
+
+def stream_of(recipe: Recipe, tokenizer: CharTokenizer) -> arithmetic.CurriculumStream:
+    """The batches that a recipe trains on."""
+    return arithmetic.CurriculumStream(
+        recipe.data.stages, tokenizer, batch_size=recipe.data.batch_size, seed=recipe.train.seed
+    )
 
 
 def _check_vocabulary(name: str, config: Mamba3Config, vocab_size: int) -> None:

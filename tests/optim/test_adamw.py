@@ -7,28 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 from compare import DEVICE, assert_close, assert_same
+from plain_steps import HALVES, NUMBERS, PLAIN, ROUNDING
 from torch import nn
 
 from mamba3.ops import use_backend
 from mamba3.optim import rules
 from mamba3.optim.adamw import AdamWList
 from mamba3.optim.param_groups import Piece
-from mamba3.optim.pieces import Member, Numbers, Options
+from mamba3.optim.pieces import Member, Options
 from mamba3.optim.triton import adamw, launch
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
-# Roundings of float32, of sums of a few terms.
-ROUNDING = 3e-7
-NUMBERS = Numbers(lr=0.02, weight_decay=0.3, momentum=0.9, fast_beta=0.8, share=0.4)
-PLAIN = Options(
-    preset="polar_express5", lr_rule="match_rms", nesterov=True, rails=None, equalize=None,
-    row_equalize=False, trace_norm=False, cautious=False, decay_adjusted=False, extra_bits=False,
-    adam_every=1, dtype=torch.float32,
-)  # fmt: skip
 BETAS, EPS = (0.9, 0.999), 1e-3
-# Triton's interpreter cuts off what it should round to bfloat16.
-HALVES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
 COUNTS = (0.0, 1.0, 7.0, 1000.0, 0.0)
 OPTIONS = {
     "plain": {},

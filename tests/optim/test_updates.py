@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compare import DEVICE, TOLERANCE, assert_close, assert_same, randomise
+from plain_steps import HALVES, NUMBERS, PLAIN, ROUNDING
 from torch import nn
 
 from mamba3.ops import use_backend
@@ -22,16 +23,6 @@ from mamba3.optim.triton import launch, updates
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
-# Roundings of float32, of sums of a few terms.
-ROUNDING = 3e-7
-NUMBERS = Numbers(lr=0.02, weight_decay=0.3, momentum=0.9, fast_beta=0.8, share=0.4)
-PLAIN = Options(
-    preset="polar_express5", lr_rule="match_rms", nesterov=True, rails=None, equalize=None,
-    row_equalize=False, trace_norm=False, cautious=False, decay_adjusted=False, extra_bits=False,
-    adam_every=1, dtype=torch.float32,
-)  # fmt: skip
-# Triton's interpreter cuts off what it should round to bfloat16.
-HALVES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
 HALF = HALVES[-1]
 # Within a program's elements and a tile, and past them; sizes of which no power of two is a factor.
 SHAPES = [(5, 7), (67, 35), (35, 67), (130, 36)]
