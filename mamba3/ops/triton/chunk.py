@@ -247,8 +247,9 @@ def weights_kernel(
     mask = real[:, None] & (pair < S)[None, :]
     rate = tl.load(rate_ptr + token[:, None] * rate_stride + pair[None, :], mask, 0.0)
     steps = rate.to(tl.float32) * dt[:, None]
-    tl.store(turn_ptr + index * S + pair, wrap(tl.sum(steps, 0)), pair < S)
     phase = wrap(tl.cumsum(steps, 0))
+    at = turn_ptr + index * S + pair[None, :] + tl.zeros([Q, 1], tl.int64)
+    tl.store(at, phase, (place == Q - 1)[:, None] & (pair < S)[None, :])
     at = turns_ptr + index * (Q * S) + (place * S)[:, None] + pair[None, :]
     if turns_ptr.dtype.element_ty == tl.int16:
         phase = tl.floor(phase * (1 / _UNIT) + 0.5).to(tl.int32)
