@@ -14,9 +14,12 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mamba3.atomic import replace_file
+
+if TYPE_CHECKING:
+    from mamba3.train.config import Recipe
 
 METRICS_FILE = "metrics.jsonl"
 # OUT/tensorboard, and the project of all runs in trackio.
@@ -148,38 +151,32 @@ class MetricsLog:
         logger.warning("%s: %s: %s. %s has every line", what, kind, error, self.path)
 
 
-def open_log(
-    out: str | Path | None,
-    *,
-    last_step: int,
-    loggers: Iterable[str] = (),
-    recipe: Mapping[str, Any] | None = None,
-) -> MetricsLog:
-    """The log of a run: OUT/metrics.jsonl, and the loggers asked for. It is to be closed.
+def open_log(out: str | Path | None, recipe: Recipe, *, last_step: int) -> MetricsLog:
+    """The log of a run: OUT/metrics.jsonl, and the recipe's loggers. It is to be closed.
 
     Args:
         out: folder of the run, which exists. None, for ranks that have nothing to tell, writes
             nothing and starts no logger.
+        recipe: of the run, shown by loggers that show such things.
         last_step: step of the checkpoint that the run continues from, 0 for a new one.
-        loggers: of `LOGGERS`.
-        recipe: of the run as plain values, for loggers that show it.
 
     Raises:
-        ValueError: a logger that there is not.
-        RuntimeError: one that is not installed, or does not start.
+        ValueError: train.loggers names one that there is not.
+        RuntimeError: it names one that is not installed, or does not start.
     """
+    loggers = recipe.train.loggers
     check_loggers(loggers)
     if out is None:
         return MetricsLog(None, last_step=last_step)
-    started = {}
+    out, started = Path(out), {}
     try:
         for name in loggers:
-            started[name] = _start(name, Path(out), last_step=last_step, recipe=recipe or {})
+            started[name] = _start(name, out, last_step=last_step, recipe=recipe.to_dict())
     except RuntimeError:
         for own in started.values():
             own.close()
         raise
-    return MetricsLog(Path(out) / METRICS_FILE, last_step=last_step, loggers=started)
+    return MetricsLog(out / METRICS_FILE, last_step=last_step, loggers=started)
 
 
 def check_loggers(names: Iterable[str]) -> None:

@@ -3,7 +3,7 @@
 import json
 import logging
 import sys
-import types
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_later_lines_and_broken_lines_are_dropped(tmp_path):
 @pytest.fixture
 def trackio(monkeypatch):
     """A module with trackio's functions that takes note of their calls, and fails when told to."""
-    module = types.ModuleType("trackio")
+    module = ModuleType("trackio")
     module.calls, module.fails = [], set()
 
     def function(name):
@@ -49,6 +49,13 @@ def trackio(monkeypatch):
     return module
 
 
+def opened(out, *loggers, last_step=0):
+    """The log of a run with these loggers."""
+    settings = {"optim": {"lr": 0.1}}
+    recipe = SimpleNamespace(train=SimpleNamespace(loggers=loggers), to_dict=lambda: settings)
+    return open_log(out, recipe, last_step=last_step)
+
+
 def curves(out):
     """Every curve in TensorBoard's files, as {name: [(step, value)]}."""
     accumulator = pytest.importorskip(
@@ -60,11 +67,11 @@ def curves(out):
 
 
 def test_tensorboard_has_the_numbers_and_a_run_that_continues_takes_later_ones_back(tmp_path):
-    log = open_log(tmp_path, last_step=0, loggers=["tensorboard"])
+    log = opened(tmp_path, "tensorboard")
     for step in (1, 2, 3):
         log.write(step, loss=step / 2, note="words", per_task={"copy": 0.25, "more": {"add": 1}})
     log.close()
-    log = open_log(tmp_path, last_step=1, loggers=["tensorboard"])
+    log = opened(tmp_path, "tensorboard", last_step=1)
     log.write(2, loss=8.0)
     log.close()
     assert curves(tmp_path) == {
@@ -78,14 +85,14 @@ def test_tensorboard_has_the_numbers_and_a_run_that_continues_takes_later_ones_b
 
 
 def test_trackio_has_the_numbers(tmp_path, trackio, capsys):
-    recipe, out = {"optim": {"lr": 0.1}}, tmp_path / "a"
+    out = tmp_path / "a"
     out.mkdir()
     for last_step in (0, 7):
-        log = open_log(out, last_step=last_step, loggers=["trackio"], recipe=recipe)
+        log = opened(out, "trackio", last_step=last_step)
         log.write(8, loss=0.5, per_task={"copy": 1}, why=None)
         log.close()
         log.close()
-    settings = {"project": "mamba3", "name": "a", "config": recipe}
+    settings = {"project": "mamba3", "name": "a", "config": {"optim": {"lr": 0.1}}}
     points = ("log", ({"loss": 0.5, "per_task/copy": 1.0},), {"step": 8})
     assert trackio.calls == [
         ("init", (), {**settings, "resume": "never"}), points, ("finish", (), {}),
@@ -98,7 +105,7 @@ def test_trackio_has_the_numbers(tmp_path, trackio, capsys):
 
 def test_a_logger_that_fails_is_said_once_and_the_others_go_on(tmp_path, trackio, caplog):
     trackio.fails = {"log"}
-    log = open_log(tmp_path, last_step=0, loggers=["trackio", "tensorboard"])
+    log = opened(tmp_path, "trackio", "tensorboard")
     with caplog.at_level(logging.WARNING):
         for step in (1, 2, 3):
             log.write(step, loss=float(step))
@@ -115,7 +122,7 @@ def test_a_logger_that_fails_is_said_once_and_the_others_go_on(tmp_path, trackio
 
 def test_a_logger_that_fails_to_finish_is_said(tmp_path, trackio, caplog):
     trackio.fails = {"finish"}
-    log = open_log(tmp_path, last_step=0, loggers=["trackio"])
+    log = opened(tmp_path, "trackio")
     with caplog.at_level(logging.WARNING):
         log.close()
     assert "trackio failed to finish: ConnectionError: the network is gone" in caplog.text
@@ -127,7 +134,7 @@ def test_a_logger_that_does_not_start_ends_the_run_before_it_begins(tmp_path, tr
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LOGGERS["tensorboard"], "close", lambda self: closed.append(self))
         with pytest.raises(RuntimeError, match="trackio, which does not start: ConnectionError"):
-            open_log(tmp_path, last_step=0, loggers=["tensorboard", "trackio"])
+            opened(tmp_path, "tensorboard", "trackio")
     assert len(closed) == 1
     assert not (tmp_path / "metrics.jsonl").exists()
 
@@ -137,19 +144,19 @@ def test_a_logger_that_does_not_start_ends_the_run_before_it_begins(tmp_path, tr
 def test_a_logger_that_is_not_installed(tmp_path, monkeypatch, name, missing):
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(RuntimeError, match=f"asks for {name}, .*: python -m pip install {name}"):
-        open_log(tmp_path, last_step=0, loggers=[name])
+        opened(tmp_path, name)
 
 
 def test_an_unknown_logger(tmp_path):
     with pytest.raises(ValueError, match="some of tensorboard, trackio, got 'wandb'"):
-        open_log(tmp_path, last_step=0, loggers=["trackio", "wandb"])
+        opened(tmp_path, "trackio", "wandb")
     with pytest.raises(ValueError, match="names one twice"):
         check_loggers(["trackio", "trackio"])
 
 
 def test_other_ranks_write_nothing(tmp_path, trackio, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    log = open_log(None, last_step=0, loggers=["trackio", "tensorboard"])
+    log = opened(None, "trackio", "tensorboard")
     log.write(1, loss=1.0)
     log.close()
     assert trackio.calls == []
