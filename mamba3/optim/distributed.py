@@ -68,6 +68,8 @@ class Sharded:
             has are exchanged. Their step is that of any other.
         overlap: launch a bank's reduction in the backward, as soon as its gradients are there.
             For one backward a step, without clipping between them.
+        max_norm: largest norm of all averaged gradients together; larger ones are scaled down to
+            it, as `clip_grad_norm_` would do. No bank is stepped before all have arrived.
 
     Labels are `HybridOptimizer.bank_labels`, "adamw", and the names in `sparse`. An order holds
     each of them once.
@@ -88,6 +90,7 @@ class Sharded:
     deferred: Sequence[str] = ()
     sparse: Sequence[str] = ()
     overlap: bool = False
+    max_norm: float | None = None
 
 
 def distribution(distributed: Replicated | Sharded | None, model: Any) -> Alone:
@@ -127,7 +130,12 @@ def bank_labels(banks: Iterable[Any]) -> list[str]:
 
 
 class Alone:
-    """One process: what the modes change."""
+    """One process: what the modes change.
+
+    norm: of the averaged gradients, where the mode clips them.
+    """
+
+    norm: Tensor | None = None
 
     def bank(self, members: Sequence[Member], options: Options) -> Any:
         """What steps these matrices."""
@@ -341,7 +349,19 @@ class Shares(Alone):
         tables = [m for slot in self.slots.values() if isinstance(slot, Rows) for m in slot.members]
         self._question = Question(members, found, finite, tables, self.ranks)
         self._launch(order, found)
+        if self.setting.max_norm is not None:
+            self._clip(self.setting.max_norm)
         return None if finite is None else torch.tensor(self._question.answer.finite)
+
+    def _clip(self, max_norm: float) -> None:
+        own = [bank.averaged() for bank in self.banks.values()]
+        others = [slot for label, slot in self.slots.items() if label not in self.banks]
+        shared = [t for slot in others for t in slot.averaged()]
+        device = (own or shared)[0].device
+        square = _square(own, device)
+        self.ranks.sum(square).wait()
+        self.norm = (square + _square(shared, device)).sqrt()
+        torch._foreach_mul_([*own, *shared], (max_norm / (self.norm + 1e-6)).clamp(max=1.0))
 
     def gradients(self, local: Gradients) -> Gradients:
         return self._averaged
@@ -410,6 +430,15 @@ class Shares(Alone):
     def elsewhere(self) -> Iterator[tuple[Member, dict[str, Tensor]]]:
         for bank in self.banks.values():
             yield from bank.elsewhere()
+
+
+def _square(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The sum of squares of all elements, at least in float32."""
+    norms = [
+        torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32))
+        for t in tensors
+    ]
+    return torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
 
 
 def _check_plain(members: Sequence[Member]) -> None:

@@ -3,7 +3,7 @@
 A slot launches a reduction of local gradients, gives a member's averaged one, and drops its
 buffers:
 
-    launch(found, agreed)    gradient(member)    drop()    launched    members
+    launch(found, agreed)    averaged()    gradient(member)    drop()    launched    members
 
     code        meaning                                                 shape
     found       a rank's own gradients, or None, by the id of a member
@@ -144,8 +144,8 @@ class Flat:
             flat = torch.cat([_gradient_or_zeros(m, found).flatten() for m in members])
             self._sent.append((members, flat, self._ranks.sum(flat)))
 
-    def gradient(self, member: Member) -> Tensor:
-        """A member's averaged gradient."""
+    def averaged(self) -> list[Tensor]:
+        """What all ranks have the same of."""
         for members, flat, work in self._sent:
             work.wait()
             flat.div_(self._ranks.world)
@@ -154,6 +154,11 @@ class Flat:
             ):
                 self._averaged[id(m)] = part.view(m.weight.shape)
         self._sent.clear()
+        return list(self._averaged.values())
+
+    def gradient(self, member: Member) -> Tensor:
+        """A member's averaged gradient."""
+        self.averaged()
         return self._averaged[id(member)]
 
     def drop(self) -> None:
@@ -184,14 +189,19 @@ class Rows:
             rows = _gradient_or_zeros(member, found)[ids]
             self._sent = ids, rows, self._ranks.sum(rows)
 
-    def gradient(self, member: Member) -> Tensor:
-        """The averaged gradient, of the table's shape."""
+    def averaged(self) -> list[Tensor]:
+        """What all ranks have the same of."""
         if self._sent is not None:
             ids, rows, work = self._sent
             work.wait()
-            self._averaged = rows.new_zeros(member.weight.shape)
+            self._averaged = rows.new_zeros(self.members[0].weight.shape)
             self._averaged[ids] = rows.div_(self._ranks.world)
             self._sent = None
+        return [] if self._averaged is None else [self._averaged]
+
+    def gradient(self, member: Member) -> Tensor:
+        """The averaged gradient, of the table's shape."""
+        self.averaged()
         return self._averaged
 
     def drop(self) -> None:
@@ -261,12 +271,17 @@ class BankShare:
             torch._foreach_copy_([rows[i] for i in present], [grads[i] for i in present])
         self._work = self._ranks.sum_rows(self._buffer[self.mine], self._buffer)
 
-    def gradient(self, member: Member) -> Tensor:
-        """A member's averaged gradient; the member is one of this rank's."""
+    def averaged(self) -> Tensor:
+        """The gradients of this rank's share, and zeros for padding."""
         if self._work is not None:
             self._work.wait()
             self._buffer[self.mine].div_(self._ranks.world)
             self._work = None
+        return self._buffer[self.mine]
+
+    def gradient(self, member: Member) -> Tensor:
+        """A member's averaged gradient; the member is one of this rank's."""
+        self.averaged()
         return self._buffer[self._place[id(member)]]
 
     @cached_property

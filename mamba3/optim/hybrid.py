@@ -169,6 +169,11 @@ class HybridOptimizer(torch.optim.Optimizer):
         return int(self._skipped)
 
     @property
+    def grad_norm(self) -> Tensor | None:
+        """Norm of all averaged gradients in the last step, where `Sharded.max_norm` clips them."""
+        return self._mode.norm
+
+    @property
     def bank_labels(self) -> tuple[str, ...]:
         """Names of the banks of same-shape matrices, count x rows x columns, for `Sharded`."""
         return tuple(bank_labels(self._banks()))

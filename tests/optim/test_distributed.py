@@ -274,6 +274,29 @@ def check_nonfinite(group, folder):
         assert_close(results(model, optimizer), wanted, TOLERANCE[torch.float64])
 
 
+def check_clipping(group, folder):
+    """Norms are those of the averaged gradients, whoever has them, and clipped as torch does."""
+    ranks = dist.get_world_size(group)
+    alone = Net()
+    optimizer = HybridOptimizer(alone, LR, **ANVIL)
+    norms = []
+    for step in range(4):
+        optimizer.zero_grad()
+        for rank in range(ranks):
+            (alone(*batch(step, ranks, rank)) / ranks).backward()
+        norms.append(nn.utils.clip_grad_norm_(alone.parameters(), 0.05))
+        optimizer.step()
+    assert min(norms) > 0.05
+    for setting in ({}, SCHEDULE):
+        model = Net()
+        sharded = Sharded(group, **setting, max_norm=0.05)
+        many = HybridOptimizer(model, LR, **ANVIL, distributed=sharded)
+        for step, norm in enumerate(norms):
+            train(model, many, (step,), group)
+            assert_close({"norm": many.grad_norm}, {"norm": norm}, 1e-6)  # stored in float32
+        assert_close(results(model, many), results(alone, optimizer), 1e-6)
+
+
 def check_added_group(group, folder):
     """A group that comes later is stepped, too, and in no order that was given."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -356,7 +379,7 @@ def uninterrupted(options):
 
 CHECKS = {
     "sharded": (check_sharded, check_shares, check_extra_bits, check_added_group, check_state),
-    "schedule": (check_deferred, check_sparse, check_nonfinite, check_errors),
+    "schedule": (check_deferred, check_sparse, check_nonfinite, check_clipping, check_errors),
     "replicated": (check_replicated,),
 }
 
