@@ -33,26 +33,42 @@ class Block(nn.Module):
         self,
         x: Tensor,
         *,
+        added: Tensor | None = None,
         state: Mamba3State | None = None,
         cu_seqlens: Tensor | None = None,
         return_state: bool = True,
-    ) -> tuple[Tensor, Mamba3State | None]:
-        """Run whole sequences: x (B, L, D), in the residual stream's dtype."""
+        defer: bool = False,
+    ) -> tuple[Tensor | tuple[Tensor, Tensor], Mamba3State | None]:
+        """Run whole sequences.
+
+        Args:
+            x: the residual stream, (B, L, D).
+            added: to be added to it first; None is nothing.
+            defer: return the stream and what is still to be added to it, which the next block takes
+                as `added`: a sum and the norm after it take one pass over the stream.
+            state, cu_seqlens, return_state: as in the mixer.
+
+        Returns:
+            The stream, and the state if asked for, else None.
+        """
+        normed, x = (self.norm(x), x) if added is None else self.norm.add(added, x)
         options = {"state": state, "cu_seqlens": cu_seqlens, "return_state": return_state}
-        out = self.mixer(self.norm(x), **options)
+        out = self.mixer(normed, **options)
         y, state = out if return_state else (out, None)
-        return self._add_mlp(y, x), state
+        x, added = self._add_mlp(y, x)
+        return (x, added) if defer else x + added, state
 
     def step(
         self, x: Tensor, state: Mamba3State, *, inplace: bool = False
     ) -> tuple[Tensor, Mamba3State]:
         """Run one token: x (B, D); `inplace` as in the mixer's step."""
         y, state = self.mixer.step(self.norm(x), state, inplace=inplace)
-        return self._add_mlp(y, x), state
+        x, added = self._add_mlp(y, x)
+        return x + added, state
 
-    def _add_mlp(self, y: Tensor, x: Tensor) -> Tensor:
-        """The residual stream x with the mixer's output y, and then with the MLP's."""
+    def _add_mlp(self, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream x, with the mixer's output y, and what is still to be added to it."""
         if self.mlp is None:
-            return x + y
+            return x, y
         normed, x = self.norm2.add(y, x)
-        return x + self.mlp(normed)
+        return x, self.mlp(normed)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops import silu_gated
 from .layout import MATRIX, Layout, blocks
 
 
@@ -29,5 +29,4 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., D) to (..., D)."""
-        value, gate = self.fc1(x).chunk(2, dim=-1)
-        return self.fc2(value * F.silu(gate))
+        return self.fc2(silu_gated(self.fc1(x)))

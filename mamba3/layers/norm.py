@@ -6,13 +6,15 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import add_rms_norm, rms_norm
+from ..ops.autograd import autocast_dtype
 from .layout import VECTOR, Layout
 
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension: x / sqrt(mean(x^2) + eps) * weight.
 
-    With a gate, the result is multiplied by silu(gate).
+    With a gate, the result is multiplied by silu(gate). It has the weight's dtype, or under
+    autocast that of products, which take it over as it is.
 
     Args:
         width: size D of the last dimension.
@@ -35,12 +37,12 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """Normalise x (..., D), and gate it; the result has the weight's dtype."""
-        return rms_norm(x, self.weight, self.eps, gate)
+        """Normalise x (..., D), and gate it."""
+        return rms_norm(x, self.weight, self.eps, gate, dtype=autocast_dtype(x))
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Add x to the residual stream, both (..., D), and normalise: (normed, residual + x)."""
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        return add_rms_norm(x, residual, self.weight, self.eps, dtype=autocast_dtype(x))
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

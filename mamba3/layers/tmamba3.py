@@ -19,11 +19,10 @@ import inspect
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import Mamba3Config
-from ..ops import Mamba3State, mamba3_scan, mamba3_step, rms_norm
+from ..ops import Mamba3State, mamba3_scan, mamba3_step, rms_norm, steering
 from .layout import MATRIX, VECTOR, Layout, Rows, blocks
 from .norm import RMSNorm
 from .ragged import Ragged
@@ -272,17 +271,15 @@ class TMamba3Layer(nn.Module):
     def _project(self, u: Tensor) -> tuple[list[Tensor], dict]:
         """From (..., D) to the arguments of the scan and the step."""
         config = self.config
-        z, x, maps, dd_dt, dd_a, trap, angle = self.in_proj(u).split(self.in_proj_splits, dim=-1)
+        sizes = (*self.in_proj_splits[:3], sum(self.in_proj_splits[3:]))
+        z, x, maps, raw = self.in_proj(u).split(sizes, dim=-1)
         z, x = (t.unflatten(-1, (config.n_heads, config.headdim)) for t in (z, x))
         maps = maps.unflatten(-1, (2, config.rank, config.ngroups, config.d_state))
         # B_norm and C_norm at once; decoding is bound by the number of operations.
         wide = self.dt_bias.dtype
         norms = torch.stack((self.B_norm.weight, self.C_norm.weight)).to(wide)
         b, c = rms_norm(maps, norms[:, None, None], config.norm_eps).unbind(-4)
-        dt = F.softplus(dd_dt.to(wide) + self.dt_bias)
-        a = decay_rate(dd_a.to(wide), config.a_activation, config.a_floor)
-        lam = torch.sigmoid(trap.to(wide))
-        rate = torch.tanh(angle.to(wide)) * math.pi
+        steered = steering(raw, self.dt_bias, config.a_activation, config.a_floor)
         options = {
             "mimo": (self.mimo_x, self.mimo_z, self.mimo_o) if config.is_mimo else None,
             "norm_weight": self.norm.weight.view(config.n_heads, config.headdim)
@@ -290,7 +287,7 @@ class TMamba3Layer(nn.Module):
             else None,
             "norm_eps": config.norm_eps,
         }
-        return [x, b, c, dt, a, lam, rate, self.B_bias, self.C_bias, self.D, z], options
+        return [x, b, c, *steered, self.B_bias, self.C_bias, self.D, z], options
 
     def _check_input(self, u: Tensor, dims: tuple[int, ...], form: str) -> None:
         if u.dim() not in dims or u.shape[-1] != self.config.d_model:
@@ -316,13 +313,3 @@ class TMamba3Layer(nn.Module):
             return out
 
         return super()._apply(keep, recurse)
-
-
-def decay_rate(raw: Tensor, activation: str, floor: float) -> Tensor:
-    """A = -f(raw), at most -floor; f is heavy_tail (1 + u, or 1/(1 - u) for u < 0) or softplus."""
-    if activation == "heavy_tail":
-        # Both branches in one expression; clamp and relu split the gradient at 0 between them.
-        f = F.relu(raw) + torch.reciprocal(1 - raw.clamp(max=0))
-    else:
-        f = F.softplus(raw)
-    return -f.clamp(min=floor)

@@ -259,14 +259,18 @@ class Backbone(nn.Module):
         return_state: bool,
     ) -> tuple[Tensor, LMState | None]:
         """From tokens (B, L) to normalised features (B, L, D)."""
-        x = self._embed(input_ids)
-        states = []
+        x, added, states = self._embed(input_ids), None, []
+        options = {"cu_seqlens": cu_seqlens, "return_state": return_state}
         recompute = self.recompute if torch.is_grad_enabled() else None
         for i, block in enumerate(self.layers):
             before = None if state is None else state.layers[i]
-            run = block if recompute is None else partial(recomputed, block, kind=recompute)
-            x, after = run(x, state=before, cu_seqlens=cu_seqlens, return_state=return_state)
+            if recompute is None:
+                (x, added), after = block(x, added=added, state=before, defer=True, **options)
+            else:
+                # One tensor is all that such a block keeps.
+                x, after = recomputed(block, x, kind=recompute, state=before, **options)
             states.append(after)
+        x = x if added is None else x + added
         return self.norm_f(x), LMState(tuple(states)) if return_state else None
 
     def step(self, input_ids: Tensor, state: LMState, *, inplace: bool) -> tuple[Tensor, LMState]:

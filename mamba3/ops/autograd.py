@@ -27,6 +27,14 @@ def no_autocast(function):
     return wrapped
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast computes a product of x in; None where it leaves it alone."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return None
+
+
 def first_order(backward):
     """Decorator for a hand-written backward: no autocast, and no silent second derivative.
 

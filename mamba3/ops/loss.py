@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import compiled
-from .autograd import first_order, no_autocast, run
+from .autograd import autocast_dtype, first_order, no_autocast, run
 from .dispatch import on_kernels
 
 # Logits that exist at a time; 64 MB in float32.
@@ -62,20 +62,12 @@ def linear_cross_entropy(
         )
     if labels.dtype != torch.int64:
         raise TypeError(f"labels are {labels.dtype}, expected torch.int64")
-    dtype = _autocast_dtype(x)
+    dtype = autocast_dtype(x)
     if torch.compiler.is_compiling():
         total = compiled.linear_cross_entropy(x, weight, labels, ignore_index, dtype)
     else:
         total = run(_LinearCrossEntropy, x, weight, labels, ignore_index, dtype)
     return total / (labels != ignore_index).sum()
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast computes a product of x in; None where it leaves it alone."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
-    return None
 
 
 @no_autocast

@@ -10,7 +10,14 @@ from .autograd import first_order, run
 from .dispatch import on_kernels
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, gate: Tensor | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-5,
+    gate: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Normalise by the root mean square: x / sqrt(mean(x^2) + eps) * weight, then * silu(gate).
 
     Computed in float32 (float64 when x is), with a backward pass of its own, which moves half the
@@ -21,9 +28,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, gate: Tensor | None =
         weight: broadcasts to x; usually (N,).
         eps: added to the mean square.
         gate: of x's shape; None means no gate.
+        dtype: of the result; None is the weight's.
 
     Returns:
-        The shape of x, in the weight's dtype.
+        The shape of x.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -36,35 +44,40 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, gate: Tensor | None =
         out = x.to(wide)
         out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + eps) * weight.to(wide)
     elif on_kernels(x, weight, gate):
-        return run(_FusedRMSNorm, x, weight, gate, None, eps)[0]
+        return run(_FusedRMSNorm, x, weight, gate, None, eps, dtype)[0]
     else:
         out = run(_RMSNorm, x.to(wide), weight.to(wide), eps)
     if gate is not None:
         out = out * F.silu(gate.to(wide))
-    return out.to(weight.dtype)
+    return out.to(dtype or weight.dtype)
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-5,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Add x to the residual stream, and normalise the sum.
 
     Args:
         x: what a layer adds, (..., N).
         residual: the stream, of x's shape.
-        weight, eps: as in `rms_norm`.
+        weight, eps, dtype: as in `rms_norm`.
 
     Returns:
-        rms_norm(x + residual) in the weight's dtype, and x + residual in the residual's.
+        rms_norm(x + residual), and x + residual in the residual's dtype.
 
     Raises:
         ValueError: shapes that do not fit.
     """
     _check(x, weight, "residual", residual)
     if not torch.compiler.is_compiling() and on_kernels(x, weight, residual):
-        return run(_FusedRMSNorm, x, weight, None, residual, eps)
+        return run(_FusedRMSNorm, x, weight, None, residual, eps, dtype)
     summed = (x + residual).to(residual.dtype)
-    return rms_norm(summed, weight, eps), summed
+    return rms_norm(summed, weight, eps, dtype=dtype), summed
 
 
 def _check(x: Tensor, weight: Tensor, name: str, like_x: Tensor | None) -> None:
@@ -104,13 +117,13 @@ class _FusedRMSNorm(torch.autograd.Function):
     """Returns the normed rows, and their sum with the residual where there is one."""
 
     @staticmethod
-    def forward(ctx, x, weight, gate, residual, eps):
+    def forward(ctx, x, weight, gate, residual, eps, dtype):
         from .triton.norm import find_rows, norm_forward
 
         gate, residual = (None if t is None else t.contiguous() for t in (gate, residual))
         table, axes = _table(weight, x)
         x, rows = find_rows(x, axes)
-        out, summed, rstd = norm_forward(x, rows, table, gate, residual, eps)
+        out, summed, rstd = norm_forward(x, rows, table, gate, residual, eps, dtype)
         ctx.dtype, ctx.weight_shape, ctx.axes = x.dtype, weight.shape, axes
         if summed is not None:
             x, rows = find_rows(summed, axes)
@@ -132,7 +145,7 @@ class _FusedRMSNorm(torch.autograd.Function):
         if ctx.axes:
             ones = (1,) * (x.dim() - 1 - ctx.axes[1])
             grad_weight = grad_weight.view(*table.shape[:-1], *ones, -1)
-        return grad_x, grad_weight.sum_to_size(ctx.weight_shape), *others, None
+        return grad_x, grad_weight.sum_to_size(ctx.weight_shape), *others, None, None
 
 
 def _table(weight: Tensor, x: Tensor) -> tuple[Tensor, tuple[int, int] | None]:

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from compare import TOLERANCE, assert_close, error, gradients, randomise, turned
 
 from mamba3 import TMamba3Layer, ops
-from mamba3.layers.tmamba3 import decay_rate
 
 OPTIONS = {
     "siso": {"d_state": 16, "headdim": 16},
@@ -344,20 +343,6 @@ def test_meta_device_and_materialising():
     layer.reset_parameters()
     for (name, got), wanted in zip(layer.named_parameters(), expected.parameters(), strict=True):
         assert torch.equal(got, wanted), name
-
-
-@pytest.mark.parametrize("value", [-1e6, -3.0, -1e-3, 0.0, 1e-3, 2.0, 1e6])
-def test_decay_rate(value):
-    raw = torch.tensor(value, dtype=torch.float64, requires_grad=True)
-    rate = decay_rate(raw, "heavy_tail", 1e-4)
-    expected = 1 + value if value >= 0 else 1 / (1 - value)
-    assert rate.item() == pytest.approx(-max(expected, 1e-4), rel=1e-12)
-    (grad,) = torch.autograd.grad(rate, raw)
-    slope = 1.0 if value >= 0 else 1 / (1 - value) ** 2
-    assert grad.item() == pytest.approx(0.0 if expected < 1e-4 else -slope, rel=1e-12)
-    soft = decay_rate(raw, "softplus", 1e-4).item()
-    assert soft == pytest.approx(-max(F.softplus(raw.detach()).item(), 1e-4), rel=1e-12)
-    assert soft < 0
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,23 @@ def test_kernels_do_not_copy_a_part_of_rows():
     assert find_rows(maps, None) == (maps, ((9, 1, 12), (144, 0, 10)))
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_dtype_of_its_own(backend):
+    x, residual = (normal(9, 24, seed=i, dtype=torch.float32, device=DEVICE) for i in (0, 2))
+    tensors = {"x": x, "weight": normal(24, seed=1, dtype=torch.float32, device=DEVICE)}
+
+    def run(x, weight, residual=None):
+        with use_backend(backend):
+            if residual is None:
+                return (rms_norm(x, weight, EPS, dtype=torch.bfloat16),)
+            return add_rms_norm(x, residual, weight, EPS, dtype=torch.bfloat16)
+
+    (out,) = compare(tensors, TOLERANCE[torch.bfloat16], run)
+    again, summed = compare(tensors | {"residual": residual}, TOLERANCE[torch.bfloat16], run)
+    assert out.dtype == again.dtype == torch.bfloat16
+    assert summed.dtype == torch.float32
+
+
 def test_float64_runs_on_torch(launches):
     x, weight = normal(3, 6, device=DEVICE), normal(6, seed=1, device=DEVICE)
     compare({"x": x, "weight": weight}, 1e-13)

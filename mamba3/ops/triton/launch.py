@@ -60,7 +60,9 @@ def token_rows(t: Tensor, inner: int) -> Tensor:
 def token_stride(shape: Sequence[int], strides: Sequence[int], inner: int) -> int:
     """Distance of one token to the next, of (..., inner dimensions) as `token_rows` gives it."""
     size, stride = one_stride(shape[:-inner], strides[:-inner])
-    return strides[-inner - 1] if size == 1 else stride
+    if size == 1:
+        return strides[-inner - 1] if len(strides) > inner else 0
+    return stride
 
 
 def facts(*tensors: Tensor | None) -> tuple:

@@ -138,15 +138,18 @@ def find_rows(x: Tensor, axes: tuple[int, int] | None) -> tuple[Tensor, Rows]:
     return x, Rows.of(x, *(axes or (last, last)))
 
 
-def norm_forward(x, rows, weight, gate, residual, eps) -> tuple[Tensor, Tensor | None, Tensor]:
+def norm_forward(
+    x, rows, weight, gate, residual, eps, dtype
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """The normed x, x + residual, and 1 / RMS.
 
     Args:
         x, rows: as `find_rows` returns them.
         weight: (..., N), contiguous, W rows in all.
         gate, residual: of x's shape, contiguous, or None.
+        dtype: of the normed x; None is the weight's.
     """
-    out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=dtype or weight.dtype, device=x.device)
     summed = None if residual is None else torch.empty_like(residual)
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     constants = _constants(x, rows, GATE=gate is not None, ADD=residual is not None)
