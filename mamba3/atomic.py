@@ -1,8 +1,9 @@
-"""Files that are either the old ones or the new ones, never something between."""
+"""Files and folders that are either the old ones or the new ones, never something between."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -34,3 +35,41 @@ def replace_file(path: str | Path, write: Callable[[IO[bytes]], None]) -> None:
 def replace_text(path: str | Path, text: str) -> None:
     """`replace_file` for a string, as UTF-8."""
     replace_file(path, lambda file: file.write(text.encode("utf-8")))
+
+
+def replace_folder(temporary: str | Path, path: str | Path) -> None:
+    """Move a folder whose files are complete and on the disk to its place, in one step.
+
+    Args:
+        temporary: the folder as it was written, beside `path`.
+        path: where it belongs; a folder that stands there goes.
+
+    Raises:
+        OSError: it cannot be moved.
+    """
+    temporary, path = Path(temporary), Path(path)
+    _sync_folder(temporary)
+    if path.exists():
+        remove_folder(path)
+    os.replace(temporary, path)
+    _sync_folder(path.parent)
+
+
+def remove_folder(path: str | Path) -> None:
+    """Remove a folder, of which no part is ever seen: it is renamed to .NAME.old.tmp first."""
+    path = Path(path)
+    going = path.with_name(f".{path.name}.old.tmp")
+    shutil.rmtree(going, ignore_errors=True)
+    os.replace(path, going)
+    shutil.rmtree(going, ignore_errors=True)
+
+
+def _sync_folder(path: Path) -> None:
+    """Have the names in a folder written to the disk."""
+    if os.name == "nt":  # it does so by itself, and opens no folder
+        return
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
