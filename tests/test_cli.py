@@ -22,7 +22,7 @@ from mamba3.data.jsonl import read_rows, split_rows
 from mamba3.data.text import TokenFile
 from mamba3.eval.exact_match import exact_match, percent
 from mamba3.optim import ParamGroupEngine
-from mamba3.train.checkpoint import load_state
+from mamba3.train.checkpoint import Checkpoints
 
 ROOT = Path(__file__).parent.parent
 DEBUG = str(ROOT / "configs" / "debug.yaml")
@@ -357,7 +357,7 @@ def test_ctrl_c(tmp_path):
     assert process.returncode == 130
     assert "Traceback" not in errors
     told = re.fullmatch(r"mamba3: stopped by SIGINT after step (\d+); .*", errors.splitlines()[-1])
-    step = load_state(out)["step"]
+    step = Checkpoints(out).load().step
     assert step == int(told[1]) >= 5
     more = ["--set", f"train.steps={step + 1}", "train.save_every=5", "train.eval_every=0"]
     assert main(["train", DEBUG, "--out", str(out), "--resume", *more]) == 0

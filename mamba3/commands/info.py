@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from mamba3.commands.arguments import QUICKSTART_MODEL, command
+from mamba3.commands.arguments import QUICKSTART_MODEL, add_changes, command
 from mamba3.commands.printing import size
 
 
 def add(commands) -> None:
     add = command(commands, run, f"mamba3 info {QUICKSTART_MODEL} --optimizer").add_argument
-    add("model", metavar="NAME_OR_PATH", help="a name of `mamba3 list`, or a folder")
+    add("model", nargs="?", metavar="NAME_OR_PATH", help="a name of `mamba3 list`, or a folder")
     add(
         "--optimizer",
         action="store_true",
         help="show which rule of the hybrid optimizer trains which parameter",
     )
+    add(
+        "--memory",
+        action="store_true",
+        help="show what a step of the recipe --config takes on a GPU; none is needed",
+    )
+    add("--config", metavar="RECIPE.yaml", help="for --memory, in the place of NAME_OR_PATH")
+    add_changes(add)
 
 
 def run(args) -> None:
     """Show a model's architecture, its size in memory, and what it would run on."""
+    if args.memory:
+        _memory(args)
+        return
     from mamba3 import ops, zoo
 
+    if args.model is None:
+        raise ValueError("info needs NAME_OR_PATH, or --memory --config RECIPE.yaml")
     folder = zoo.resolve(args.model)
     model = zoo.load_model(folder)
     if args.optimizer:
@@ -42,6 +54,15 @@ def run(args) -> None:
     }
     for name, value in {**facts, **config.to_dict()}.items():
         print(f"{name:24} {value}")
+
+
+def _memory(args) -> None:
+    if args.config is None or args.model is not None:
+        raise ValueError("--memory takes a recipe, --config RECIPE.yaml, and no NAME_OR_PATH")
+    from mamba3.train import load_recipe
+    from mamba3.train.estimate import estimate
+
+    print(estimate(load_recipe(args.config, args.set)))
 
 
 def _tensors(state) -> list:

@@ -31,8 +31,12 @@ def run(args) -> None:
     if int(os.environ.get("RANK", 0)):  # which torchrun sets; all ranks have the same result
         return
     if args.json:
-        print(json.dumps(result._asdict()))
+        told = {"steps": result.steps, "loss": result.loss, **result.after.values}
+        print(json.dumps({**told, "out": result.out, "seconds": result.seconds}))
         return
     print(f"{result.steps} steps, last loss {result.loss:.4g}, {result.seconds:.0f} s")
-    print_shares(result.per_task, result.exact_match, result.n)
+    if (exact := result.after.exact_match) is not None:
+        print_shares(exact.per_task, exact.overall, exact.n)
+    if (told := result.after.perplexity) is not None:
+        print(f"perplexity of {told.n_tokens:,} tokens: {told.perplexity:.4g}")
     print(f"saved to {result.out}")

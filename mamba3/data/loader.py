@@ -17,7 +17,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,8 @@ class AsyncBatches:
     its stream and not given yet is lost with it, so go on from `index`. An error ends it.
 
     Args:
-        batches: the stream. With workers it must be picklable: it is sent to each.
+        batches: the stream; what it gives is a tensor, or tuples of such. With workers it must be
+            picklable: it is sent to each.
         start: index of the first batch, here and on every other rank.
         workers: processes that make batches; 0 makes each in this process when it is asked for.
         prefetch: batches that each worker keeps ready.
@@ -239,21 +240,29 @@ class _Ahead:
         if isinstance(batch, _Failure):
             return batch, None
         caller = torch.cuda.current_stream(self._device)
-        # Taken on the caller's stream, so that its order decides when the memory is used again.
-        copies = _each(batch, lambda t: torch.empty_like(t, device=self._device))
+
+        def copied(t: Tensor) -> Tensor:
+            # Taken on the caller's stream, so that its order decides when the memory is used again.
+            with torch.cuda.stream(caller):
+                copy = torch.empty_like(t, device=self._device)
+            # Pinned here, not by a thread of the DataLoader: CUDA calls of another thread would
+            # break the capture of a graph in this one.
+            return copy.copy_(t.pin_memory(), non_blocking=True)
+
         self._stream.wait_stream(caller)
         with torch.cuda.stream(self._stream):
-            for copy, t in zip(copies, batch, strict=True):
-                if isinstance(t, Tensor):
-                    # Pinned here, not by a thread of the DataLoader: CUDA calls of another thread
-                    # would break the capture of a graph in this one.
-                    copy.copy_(t.pin_memory(), non_blocking=True)
-        return copies, self._stream.record_event()
+            moved = _each(batch, copied)
+        return moved, self._stream.record_event()
 
 
-def _each(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
-    """The batch with a function of each of its tensors."""
-    return type(batch)(*(function(t) if isinstance(t, Tensor) else t for t in batch))
+def _each(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The batch, of nested tuples, with a function of each of its tensors."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if not isinstance(batch, tuple):
+        return batch
+    items = [_each(item, function) for item in batch]
+    return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
 
 
 def _context():

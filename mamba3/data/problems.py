@@ -42,6 +42,14 @@ class Batch(NamedTuple):
     seq_idx: Tensor | None = None
 
 
+def scored_tokens(labels: Tensor, seq_idx: Tensor | None = None) -> Tensor:
+    """How many tokens of (B, L) labels a model scores: the first of a row or a document is not."""
+    scored = labels[:, 1:] != IGNORE
+    if seq_idx is not None:
+        scored &= seq_idx[:, 1:] == seq_idx[:, :-1]
+    return scored.sum()
+
+
 def hash_share(text: str) -> float:
     """A number in [0, 1) that depends on the text alone, the same in every process and version.
 

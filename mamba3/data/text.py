@@ -248,35 +248,76 @@ class TokenStream:
         length: ids in a row.
         batch_size: rows in a batch; a batch may reach over the end of an epoch.
         seed: of the orders.
+        hold_out: windows at the end of the corpus that are left out, for measuring.
 
     Raises:
-        OSError, ValueError: as for `TokenFile`; a corpus shorter than a row. In a batch, an id
-            that the vocabulary does not have.
+        OSError, ValueError: as for `TokenFile`; a corpus of too few rows. In a batch, an id that
+            the vocabulary does not have.
     """
 
-    def __init__(self, path: str | Path, *, length: int, batch_size: int, seed: int):
+    def __init__(
+        self, path: str | Path, *, length: int, batch_size: int, seed: int, hold_out: int = 0
+    ):
         self.corpus = TokenFile(path)
-        if not 1 <= length <= self.corpus.n_tokens:
+        windows = _windows(self.corpus, length)
+        if not 0 <= hold_out < windows:
             raise ValueError(
-                f"length must be 1 to {self.corpus.n_tokens}, the tokens of {self.corpus.path}, "
-                f"got {length}"
+                f"{hold_out} of the {windows} rows of {length} tokens that {self.corpus.path} has "
+                "cannot be held out: take fewer, or shorter ones"
             )
         self.length, self.batch_size = length, batch_size
-        self._order = Shuffled(self.corpus.n_tokens // length, seed)
+        self._order = Shuffled(windows - hold_out, seed)
 
     def __call__(self, index: int) -> Batch:
         """Batch number `index`, from 0; labels are the ids, since the model shifts them."""
         first = index * self.batch_size
-        starts = [self._order(i) * self.length for i in range(first, first + self.batch_size)]
-        rows = np.stack([self.corpus.tokens[start : start + self.length] for start in starts])
-        if rows.max() >= self.corpus.vocab_size:
-            row, place = np.argwhere(rows >= self.corpus.vocab_size)[0]
-            raise ValueError(
-                f"{_file(self.corpus.path, '.bin')} is damaged: token {starts[row] + place} is "
-                f"{rows[row, place]}, expected less than {self.corpus.vocab_size}; {_REMEDY}"
-            )
-        ids = torch.from_numpy(rows.astype(np.int64))
-        return Batch(ids, ids, ids.numel())
+        numbers = [self._order(i) for i in range(first, first + self.batch_size)]
+        return _batch(self.corpus, numbers, self.length)
+
+
+def rows_of(path: str | Path, length: int, count: int, *, batch_size: int) -> list[Batch]:
+    """The last windows of a token file, in order, to measure on.
+
+    Args:
+        path: of the token file.
+        length: ids in a row.
+        count: of rows.
+        batch_size: rows in a batch; the last one may have fewer.
+
+    Raises:
+        OSError, ValueError: as for `TokenStream`.
+    """
+    corpus = TokenFile(path)
+    windows = _windows(corpus, length)
+    if count > windows:
+        raise ValueError(f"{corpus.path} has {windows} rows of {length} tokens, not {count}")
+    numbers = range(windows - count, windows)
+    return [
+        _batch(corpus, numbers[i : i + batch_size], length) for i in range(0, count, batch_size)
+    ]
+
+
+def _windows(corpus: TokenFile, length: int) -> int:
+    """How many windows a corpus has."""
+    if not 1 <= length <= corpus.n_tokens:
+        raise ValueError(
+            f"length must be 1 to {corpus.n_tokens}, the tokens of {corpus.path}, got {length}"
+        )
+    return corpus.n_tokens // length
+
+
+def _batch(corpus: TokenFile, numbers: Iterable[int], length: int) -> Batch:
+    """Windows by their numbers; labels are the ids."""
+    starts = [number * length for number in numbers]
+    rows = np.stack([corpus.tokens[start : start + length] for start in starts])
+    if rows.max() >= corpus.vocab_size:
+        row, place = np.argwhere(rows >= corpus.vocab_size)[0]
+        raise ValueError(
+            f"{_file(corpus.path, '.bin')} is damaged: token {starts[row] + place} is "
+            f"{rows[row, place]}, expected less than {corpus.vocab_size}; {_REMEDY}"
+        )
+    ids = torch.from_numpy(rows.astype(np.int64))
+    return Batch(ids, ids, ids.numel())
 
 
 def _without_ending(path: str | Path) -> Path:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mamba3.atomic import remove_folder, replace_file, replace_folder
+from mamba3.atomic import remove_folder, replace_folder
 from mamba3.train.agreement import Agreement
 from mamba3.train.manifest import damage, file_facts, read_manifest, write_manifest
 from mamba3.train.parallel import Ranks
@@ -45,10 +44,15 @@ FREE_KEYS = {
     "data.eval_problems",
     "data.workers",
     "step.cache_steps",
-    "train.steps",
-    "train.keep",
+    "step.parallel",
+    "train.async_save",
+    "train.check_allocations",
     "train.eval_every",
+    "train.keep",
+    "train.loggers",
+    "train.norms_every",
     "train.save_every",
+    "train.steps",
     "train.device",
     "train.threads",
 }
@@ -331,93 +335,6 @@ def _rng(rank: int, device: torch.device) -> dict[str, Tensor]:
     if device.type == "cuda":
         states[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state(device)
     return states
-
-
-def save_state(
-    out: str | Path,
-    train_step: TrainStep,
-    *,
-    step: int,
-    loss: float | None,
-    best: dict[str, float],
-    recipe: dict[str, Any],
-    keep: int,
-    write: bool = True,
-) -> None:
-    """Write the state of a run after `step` steps, whole or not at all.
-
-    Args:
-        out: folder of the run.
-        train_step: model and optimizer.
-        step, loss: steps made, and the last loss.
-        best: step and exact match of the best model so far.
-        recipe: of the run.
-        keep: states to keep, the last ones; older ones go.
-        write: False leaves the writing to another rank, which has the same state.
-
-    Raises:
-        OSError: writing failed; the previous states are still there.
-    """
-    if not write:
-        return
-    folder = Path(out) / STATES
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step-{step:08}.pt"
-    state = {
-        "step": step,
-        "loss": loss,
-        "best": best,
-        "recipe": recipe,
-        **train_step.state_dict(),
-        "rng": {"cpu": torch.get_rng_state()},
-    }
-    if torch.cuda.is_available():
-        state["rng"]["cuda"] = torch.cuda.get_rng_state_all()
-    try:
-        replace_file(path, lambda file: torch.save(state, file))
-    except RuntimeError as error:  # torch.save turns a failed write into one
-        raise OSError(f"{path} could not be written (is the disk full?): {error}") from error
-    for old in _state_files(out)[keep:]:
-        old.unlink()
-
-
-def load_state(out: str | Path) -> dict[str, Any]:
-    """Read the last state of a run that is whole, on the CPU.
-
-    One that is damaged is said, and the one before it taken.
-
-    Raises:
-        FileNotFoundError: there is no run in this folder.
-        ValueError: every state is damaged.
-    """
-    paths = _state_files(out)
-    if not paths:
-        raise FileNotFoundError(
-            f"{out} holds no run to resume ({STATES}/step-*.pt is missing); start one without "
-            "resume"
-        )
-    for path, before in zip(paths, [*paths[1:], None], strict=True):
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
-            what = f"{path} is damaged and cannot be resumed from: {error}"
-            if before is None:
-                raise ValueError(what) from error
-            logger.warning("%s; taking %s", what, before.name)
-    raise AssertionError
-
-
-def _state_files(out: str | Path) -> list[Path]:
-    """Files of a run's states, the last one first."""
-    return sorted((Path(out) / STATES).glob("step-*.pt"), reverse=True)
-
-
-def restore(state: dict[str, Any], train_step: TrainStep) -> None:
-    """Put a loaded state into model, optimizer and the global random generators."""
-    train_step.load_state_dict(state)
-    torch.set_rng_state(state["rng"]["cpu"])
-    if torch.cuda.is_available() and len(state["rng"].get("cuda", ())) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["rng"]["cuda"])
 
 
 def refuse_to_overwrite(out: Path, remedy: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,21 @@ import yaml
 
 from mamba3.config import Mamba3Config, coerce, from_mapping
 from mamba3.data.arithmetic import check_stages
+from mamba3.train.log import check_loggers
 from mamba3.train.precision import PRECISIONS
 
 RECOMPUTE = ("none", "full", "selective")
 NONFINITE = ("stop", "skip")
+PARALLEL = ("ddp", "fsdp", "sharded")
 OPTIMIZERS = {"adamw": "AdamW", "hybrid": "Muon and AdamW", "anvil": "ANVIL and AdamW"}
+
+
+# The keys of the group `data` that a kind of data has besides those of all.
+DATA_KEYS = {
+    "arithmetic": {"stages", "eval_problems"},
+    "rows": {"path", "length", "valid_fraction"},
+    "tokens": {"path", "eval_path", "length", "eval_rows"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,22 +42,56 @@ class DataRecipe:
     """What a model is trained and measured on.
 
     Args:
-        stages: stages of the arithmetic curriculum, mixed.
-        batch_size: problems in a step.
+        kind: "arithmetic", problems of the curriculum; "rows", a file of prompts and completions;
+            or "tokens", a token file as `mamba3 tokenize` writes them.
+        batch_size: problems, or rows of tokens, in a step.
         workers: processes that make batches ahead of the steps; 0 makes them in between.
+        stages: stages of the curriculum, mixed.
         eval_problems: held-out problems of each stage in an evaluation (stage 2: all its facts).
+        path: of the .jsonl file, or of the token file.
+        length: tokens in a row. Prompts and completions are packed into rows of this length; None
+            pads each to the longest of its batch.
+        valid_fraction: share of the file's rows that are measured on, and never trained on.
+        eval_path: token file to measure on; None keeps the last rows of `path` for it.
+        eval_rows: rows of `length` tokens in an evaluation.
     """
 
-    stages: list = field(default_factory=lambda: [1, 2])
+    kind: str = "arithmetic"
     batch_size: int = 256
     workers: int = 0
+    stages: list = field(default_factory=lambda: [1, 2])
     eval_problems: int = 2000
+    path: str | None = None
+    length: int | None = None
+    valid_fraction: float = 0.2
+    eval_path: str | None = None
+    eval_rows: int = 64
 
     def __post_init__(self):
         _coerce_fields(self)
+        _check_one_of(self, kind=DATA_KEYS)
         object.__setattr__(self, "stages", list(check_stages(self.stages)))
-        _check_at_least(self, 1, "batch_size", "eval_problems")
+        _check_at_least(self, 1, "batch_size", "eval_problems", "eval_rows")
         _check_at_least(self, 0, "workers")
+        self._check_kind()
+        if self.length is not None:
+            _check_at_least(self, 2, "length")
+        if not 0 < self.valid_fraction < 1:
+            raise ValueError(f"valid_fraction must lie between 0 and 1, got {self.valid_fraction}")
+
+    def _check_kind(self) -> None:
+        """Whether the keys are those of the kind; one of another kind would do nothing."""
+        others = set().union(*DATA_KEYS.values()) - DATA_KEYS[self.kind]
+        for f in dataclasses.fields(self):
+            default = f.default_factory() if f.default is dataclasses.MISSING else f.default
+            if f.name in others and getattr(self, f.name) != default:
+                kinds = " or ".join(kind for kind, keys in DATA_KEYS.items() if f.name in keys)
+                raise ValueError(
+                    f"{f.name} is for data of kind {kinds}, and the kind is {self.kind}"
+                )
+        needed = {"rows": ["path"], "tokens": ["path", "length"]}.get(self.kind, [])
+        if missing := [name for name in needed if getattr(self, name) is None]:
+            raise ValueError(f"data of kind {self.kind} needs {' and '.join(missing)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +110,8 @@ class OptimRecipe:
         weight_decay: decoupled decay of the weight matrices; the model exempts the rest.
         beta1, beta2, eps: AdamW's.
         momentum: of the matrices, for "hybrid" and "anvil".
-        grad_clip: largest global norm of the gradient; larger ones are scaled down to it.
+        grad_clip: largest global norm of the gradient; larger ones are scaled down to it. None
+            clips nothing.
     """
 
     lr: float
@@ -79,14 +124,13 @@ class OptimRecipe:
     beta2: float = 0.95
     eps: float = 1e-8
     momentum: float = 0.95
-    grad_clip: float = 1.0
+    grad_clip: float | None = 1.0
 
     def __post_init__(self):
         _coerce_fields(self)
         _check_at_least(self, 0, "lr", "warmup_steps", "weight_decay")
-        if self.name not in OPTIMIZERS:
-            raise ValueError(f"name must be one of {', '.join(OPTIMIZERS)}, got {self.name!r}")
-        if self.grad_clip <= 0:
+        _check_one_of(self, name=OPTIMIZERS)
+        if self.grad_clip is not None and self.grad_clip <= 0:
             raise ValueError(f"grad_clip must be positive, got {self.grad_clip}")
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
             raise ValueError(
@@ -106,26 +150,42 @@ class StepRecipe:
             step is that of the whole batch.
         recompute: what the backward pass computes anew, to save memory: "none", "full" (all but
             the inputs of blocks) or "selective" (all but linear layers).
+        parallel: what several ranks share. "ddp": every rank has all weights, and gradients are
+            averaged; "fsdp": weights, gradients and optimizer state are spread over ranks;
+            "sharded": the optimizer's state is, and its work.
         cache_steps: on a GPU, record steps as CUDA graphs, and replay them.
+        compile: run the model through torch.compile, which takes a minute at the start.
         nonfinite: what a loss or gradient that is not finite does: "stop" the run or "skip" the
             step. It changes no weight in either case.
+        spike_factor: a loss that rises above the median of those before by so many times their
+            usual distance from it is a spike: the run goes back to its last checkpoint, and leaves
+            out the batches since. None does not look for spikes.
     """
 
     precision: str = "float32"
     accumulate: int = 1
     recompute: str = "none"
+    parallel: str = "ddp"
     cache_steps: bool = True
+    compile: bool = False
     nonfinite: str = "stop"
+    spike_factor: float | None = None
 
     def __post_init__(self):
         _coerce_fields(self)
         _check_at_least(self, 1, "accumulate")
-        choices = {"precision": PRECISIONS, "recompute": RECOMPUTE, "nonfinite": NONFINITE}
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
-                )
+        _check_one_of(
+            self,
+            precision=PRECISIONS,
+            recompute=RECOMPUTE,
+            parallel=PARALLEL,
+            nonfinite=NONFINITE,
+        )
+        if self.precision == "fp16" and self.parallel == "sharded":
+            # A scale that overflows on one rank is to be lowered on all, before what they average.
+            raise ValueError("precision fp16 needs parallel ddp or fsdp, got sharded")
+        if self.spike_factor is not None and not self.spike_factor > 1:
+            raise ValueError(f"spike_factor must be more than 1, got {self.spike_factor}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +198,13 @@ class TrainRecipe:
         save_every: steps between checkpoints; the end is always saved. A checkpoint is evaluated,
             so that its model card holds its own numbers.
         keep: checkpoints to keep, the last ones. The best model is kept besides, in OUT/best.
+        async_save: write checkpoints while the next steps are made.
         eval_every: steps between further evaluations; 0 makes none.
+        norms_every: steps between lines with the norms of weights, gradients and updates, by group
+            of parameters; 0 writes none.
+        loggers: where metrics go besides metrics.jsonl: "tensorboard", "trackio".
+        check_allocations: stop if a step takes memory from the GPU anew once those of its kind have
+            been made.
         init_from: name or folder of a model whose weights to start from.
         device: such as "cpu" or "cuda"; None takes a GPU if there is one.
         threads: threads of torch during the run; None takes one for a tiny model, else all.
@@ -148,7 +214,11 @@ class TrainRecipe:
     seed: int = 0
     save_every: int = 500
     keep: int = 2
+    async_save: bool = True
     eval_every: int = 0
+    norms_every: int = 0
+    loggers: list = field(default_factory=list)
+    check_allocations: bool = False
     init_from: str | None = None
     device: str | None = None
     threads: int | None = None
@@ -156,7 +226,8 @@ class TrainRecipe:
     def __post_init__(self):
         _coerce_fields(self)
         _check_at_least(self, 1, "steps", "save_every", "keep")
-        _check_at_least(self, 0, "seed", "eval_every")
+        _check_at_least(self, 0, "seed", "eval_every", "norms_every")
+        check_loggers(self.loggers)
         if self.threads is not None:
             _check_at_least(self, 1, "threads")
 
@@ -283,3 +354,11 @@ def _check_at_least(recipe, least: int, *names: str) -> None:
     for name in names:
         if not getattr(recipe, name) >= least:
             raise ValueError(f"{name} must be at least {least}, got {getattr(recipe, name)}")
+
+
+def _check_one_of(recipe, **choices: Iterable[str]) -> None:
+    for name, known in choices.items():
+        if getattr(recipe, name) not in known:
+            raise ValueError(
+                f"{name} must be one of {', '.join(known)}, got {getattr(recipe, name)!r}"
+            )

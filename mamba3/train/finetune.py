@@ -1,26 +1,15 @@
-"""finetune: teach a model a skill from a file of prompt/completion rows."""
+"""finetune: a run that teaches a model a skill from a file of prompt/completion rows."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from mamba3 import hub, zoo
 from mamba3.data.jsonl import read_rows, split_rows
-from mamba3.data.problems import EpochStream
 from mamba3.data.tokenizer import load_tokenizer
-from mamba3.eval.exact_match import exact_match
-from mamba3.ops.dispatch import default_device
-from mamba3.threads import limited_threads, worthwhile_threads
-from mamba3.train.card import write_card
-from mamba3.train.checkpoint import refuse_to_overwrite
-from mamba3.train.config import OptimRecipe, StepRecipe
-from mamba3.train.log import METRICS_FILE, MetricsLog
-from mamba3.train.loop import fit, make_step
-from mamba3.train.run import own_rng
+from mamba3.train.config import DataRecipe, OptimRecipe, Recipe, TrainRecipe
+from mamba3.train.run import train
 
 
 class FinetuneResult(NamedTuple):
@@ -84,66 +73,40 @@ def finetune(
         ValueError: a row that cannot be used, with its line; a value out of range.
         RuntimeError: loss or gradient became NaN or infinite; nothing is saved.
     """
-    began = time.perf_counter()
-    out = Path(out)
-    if not overwrite:
-        refuse_to_overwrite(out, "choose another folder, or overwrite it")
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     folder = zoo.resolve(model)
+    config = hub.read_config(folder)
+    data_recipe = DataRecipe(
+        kind="rows", path=str(data), batch_size=batch_size, valid_fraction=valid_fraction
+    )
     tokenizer = load_tokenizer(folder)
-    rows = read_rows(data, tokenizer)
-    train_rows, valid_rows = split_rows(rows, valid_fraction)
+    train_rows, valid_rows = split_rows(read_rows(data, tokenizer), valid_fraction)
     if steps is None:
         steps = round(epochs * len(train_rows) / batch_size)
     if steps < 1:
         raise ValueError(f"there must be at least 1 step, got {steps}; raise epochs or steps")
-    lm = zoo.load_model(folder, dtype=torch.float32, device=device or default_device())
-    optim = OptimRecipe(
-        lr=min(3e-3, 0.2 / lm.config.d_model) if lr is None else lr,
-        warmup_steps=steps // 10,
-        decay_steps=steps,
-        weight_decay=0.01,
-    )
-    out.mkdir(parents=True, exist_ok=True)
-    with own_rng(seed), limited_threads(worthwhile_threads(lm)):
-        results = {"before": exact_match(lm, tokenizer, valid_rows)}
-        log = MetricsLog(out / METRICS_FILE, last_step=-1)
-        log.write(0, exact_match=results["before"].overall, n=len(valid_rows))
-        loss = fit(
-            make_step(lm, optim, StepRecipe()),
-            EpochStream(train_rows, tokenizer, batch_size=batch_size, seed=seed),
-            optim,
-            StepRecipe(),
-            steps=steps,
-            log=log,
-            progress=progress,
-        )
-        results["after"] = exact_match(lm, tokenizer, valid_rows)
-        log.write(steps, exact_match=results["after"].overall, n=len(valid_rows))
-    hub.save_pretrained(lm, out, tokenizer=tokenizer)
-    write_card(
-        out,
-        model=lm,
-        summary=(
-            f"Fine-tuned with mamba3 from {Path(model).name} on {len(train_rows)} rows of "
-            f"{Path(data).name}: {steps} steps of {batch_size} rows, seed {seed}, AdamW with a "
-            f"learning rate of {optim.lr:.2g}. What the model knew before may have been forgotten."
+    recipe = Recipe(
+        data=data_recipe,
+        optim=OptimRecipe(
+            lr=min(3e-3, 0.2 / config.d_model) if lr is None else lr,
+            warmup_steps=steps // 10,
+            decay_steps=steps,
+            weight_decay=0.01,
         ),
-        measured_on=(
-            f"Measured on {len(valid_rows)} other rows of the file, split off by a hash and never "
-            "trained on, before and after."
-        ),
-        results=results,
-        example=valid_rows[0].prompt,
+        train=TrainRecipe(steps=steps, seed=seed, init_from=_name_of(model, folder), device=device),
     )
+    result = train(recipe, out, overwrite=overwrite, progress=progress)
     return FinetuneResult(
-        exact_match_before=results["before"].overall,
-        exact_match_after=results["after"].overall,
-        out=str(out),
-        steps=steps,
-        loss=loss,
+        exact_match_before=result.before.exact_match.overall,
+        exact_match_after=result.after.exact_match.overall,
+        out=result.out,
+        steps=result.steps,
+        loss=result.loss,
         n_train=len(train_rows),
         n_valid=len(valid_rows),
-        seconds=time.perf_counter() - began,
+        seconds=result.seconds,
     )
+
+
+def _name_of(model: str | Path, folder: Path) -> str:
+    """What a recipe calls a model by: a name that holds anywhere, or else its whole path."""
+    return str(model) if str(model) in zoo.MODELS else str(folder.absolute())

@@ -1,21 +1,25 @@
-"""The training loop, the only one: curriculum runs and fine-tunes both go through `fit`."""
+"""The training loop, the only one."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from mamba3.data.loader import AsyncBatches
 from mamba3.data.problems import Batch
-from mamba3.optim import ANVIL, HybridOptimizer, Replicated
+from mamba3.optim import ANVIL, HybridOptimizer, Sharded
 from mamba3.progress import progress_bar
-from mamba3.train.config import OptimRecipe, StepRecipe
+from mamba3.train.config import OptimRecipe, Recipe, StepRecipe
 from mamba3.train.log import MetricsLog
-from mamba3.train.parallel import Ranks
-from mamba3.train.readings import Readings
+from mamba3.train.nonfinite import first_nonfinite
+from mamba3.train.parallel import Ranks, averaging, sharing, spread
+from mamba3.train.parts import RankParts
+from mamba3.train.readings import NotFinite, Readings
+from mamba3.train.spikes import SpikeDetector
 from mamba3.train.step import TrainStep
 from mamba3.train.step_cache import CachedStep
 
@@ -52,10 +56,13 @@ def make_step(
     model: nn.Module, optim: OptimRecipe, how: StepRecipe, ranks: Ranks | None = None
 ) -> TrainStep:
     """The recipe's step, with its optimizer; weights become bfloat16 if the recipe says so."""
+    ranks = ranks or Ranks()
     model.backbone.recompute = None if how.recompute == "none" else how.recompute
     half = how.precision == "bf16-weights"
     model = model.to(torch.bfloat16) if half else model
-    shared = Replicated() if ranks is not None and ranks.world > 1 else None
+    spread(model, ranks, how.parallel)
+    shared = sharing(ranks, how.parallel, optim.grad_clip)
+    forward = torch.compile(model) if how.compile else model
     return TrainStep(
         model,
         make_optimizer(model, optim, extra_bits=half, distributed=shared),
@@ -63,72 +70,86 @@ def make_step(
         grad_clip=optim.grad_clip,
         accumulate=how.accumulate,
         ranks=ranks,
+        forward=averaging(forward, ranks, how.parallel),
+        optimizer_clips=isinstance(shared, Sharded),
     )
+
+
+class Watch(Protocol):
+    """Who looks on while steps are made."""
+
+    def due(self, step: int) -> bool:
+        """Whether `after_step` is to be called after this step."""
+        ...
+
+    def stops(self, step: int) -> bool:
+        """Asked after every step: whether to end there, `after_step` being called."""
+        ...
+
+    def after_step(self, step: int, loss: float) -> None:
+        """`step` steps are made, and the log is up to date; the model is in evaluation mode."""
+        ...
 
 
 def fit(
     step: TrainStep,
     batches: Callable[[int], Batch],
-    optim: OptimRecipe,
-    how: StepRecipe,
+    recipe: Recipe,
     *,
-    steps: int,
     log: MetricsLog,
+    watch: Watch,
     start: int = 0,
-    workers: int = 0,
-    due: Callable[[int], bool] | None = None,
-    after_step: Callable[[int, float], None] | None = None,
-    stop: Callable[[int], bool] | None = None,
+    skipped: int = 0,
+    spikes: SpikeDetector | None = None,
     progress: bool = True,
 ) -> float | None:
-    """Make optimizer steps number start+1 to `steps`.
+    """Make optimizer steps number start+1 to `recipe.train.steps`.
 
     Args:
         step: of `make_step`; its model is left in evaluation mode.
-        batches: gives batch `index`; step n is made on batch n - 1.
-        optim: the learning rate over the steps.
-        how: whether steps are recorded, and what is not finite skipped.
-        steps: number of steps when done.
+        batches: gives batch `index`; step n is made on batch n - 1 + skipped.
+        recipe: of the run.
         log: gets one line a step: loss, lr, grad_norm, tokens_per_s, data_wait_s.
+        watch: evaluates, saves and stops.
         start: number of steps made before.
-        workers: processes that make batches ahead; 0 makes them here, between the steps.
-        due: steps after which `after_step` is to be called; None is the last alone.
-        after_step: called with the number of steps made and the last loss, the log being up to
-            date.
-        stop: asked after every step, by its number, whether to end there; `after_step` is then
-            called.
+        skipped: batches that were left out before.
+        spikes: the losses before, if jumps are looked for.
         progress: show a bar on standard error.
 
     Returns:
         The last loss; None if there was no step to make.
 
     Raises:
-        RuntimeError: loss or gradient is NaN or infinite, unless such steps are to be skipped; no
+        NotFinite: loss or gradient is NaN or infinite, unless such steps are to be skipped; no
             weight has been changed by that step.
+        Spike: the loss jumped.
     """
-    make, model = CachedStep(step) if how.cache_steps else step, step.model
-    # On the host, where a step counts its tokens without a wait; it takes the batch over itself.
-    data = AsyncBatches(batches, start, workers=workers)
+    steps, optim, how = recipe.train.steps, recipe.optim, recipe.step
+    make = (CachedStep(step) if how.cache_steps else step).make
+    stream = RankParts(batches, *step.ranks, how.accumulate, skipped)
+    data = AsyncBatches(stream, start, workers=recipe.data.workers, device=step.device)
     with data, progress_bar(progress, total=steps, initial=start, unit="step") as bar:
-        readings = Readings(log, bar, how.nonfinite)
-        model.train()
+        readings = Readings(log, bar, how, skipped=skipped, spikes=spikes)
+        step.model.train()
         for index in range(start, steps):
             lr = learning_rate(index, optim)
             for group in step.optimizer.param_groups:
                 group["lr"] = lr
-            batch = next(data)
-            output = make(batch)
-            readings.add(
-                index + 1, output, lr=lr, tokens=batch.n_tokens, data_wait_s=data.waited_s()
-            )
-            stops = stop is not None and stop(index + 1)
-            if stops or index + 1 == steps or (due is not None and due(index + 1)):
-                loss = readings.finish()
-                model.eval()
-                if after_step is not None:
-                    after_step(index + 1, loss)
-                model.train()
+            parts, tokens = next(data)
+            output = make(parts)
+            try:
+                readings.add(index + 1, output, lr=lr, tokens=tokens, data_wait_s=data.waited_s())
+                stops = watch.stops(index + 1)
+                looks = stops or index + 1 == steps or watch.due(index + 1)
+                loss = readings.finish() if looks else None
+            except NotFinite as error:
+                found = first_nonfinite(step, batches(error.batch))
+                raise error.at(found) from None
+            if looks:
+                step.model.eval()
+                watch.after_step(index + 1, loss)
+                step.model.train()
             if stops:
                 break
-        model.eval()
+        step.model.eval()
     return readings.loss

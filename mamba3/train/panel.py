@@ -5,21 +5,23 @@ from __future__ import annotations
 from mamba3.ops.dispatch import explain
 from mamba3.train.config import OPTIMIZERS, Recipe
 from mamba3.train.step import TrainStep
+from mamba3.train.tasks import Task
 
 
-def start_panel(recipe: Recipe, step: TrainStep, start: int) -> str:
+def start_panel(recipe: Recipe, task: Task, step: TrainStep, start: int) -> str:
     """A line each on model, data, step, optimizer and device.
 
     Args:
         recipe: of the run.
+        task: its data.
         step: with the model, the optimizer and the ranks.
         start: steps made before.
     """
     config, how = step.model.config, recipe.step
     form = f"MIMO of rank {config.mimo_rank}" if config.is_mimo else "SISO"
     parameters = sum(p.numel() for p in step.model.parameters())
-    rows, ranks = recipe.data.batch_size, step.ranks.world
-    shared = f", {ranks} ranks" if ranks > 1 else ""
+    ranks = step.ranks.world
+    shared = f", {ranks} ranks ({how.parallel})" if ranks > 1 else ""
     parts = f", {how.accumulate} parts each" if how.accumulate > 1 else ""
     again = "" if how.recompute == "none" else f", {how.recompute} recomputation"
     matrices, others = (
@@ -30,7 +32,7 @@ def start_panel(recipe: Recipe, step: TrainStep, start: int) -> str:
     lines = {
         "model": f"{form}, {config.n_layer} layers of width {config.d_model}, "
         f"{parameters:,} parameters",
-        "data": f"stages {recipe.data.stages}, {rows} problems a step{shared}{parts}",
+        "data": f"{task.about}{shared}{parts}",
         "steps": f"{start + 1} to {recipe.train.steps}, {how.precision}{again}",
         "optimizer": f"{OPTIMIZERS[recipe.optim.name]}{split}; lr {recipe.optim.lr:g}, decay "
         f"{recipe.optim.weight_decay:g}",

@@ -1,20 +1,30 @@
 """Training on several processes, as torchrun starts them.
 
-Every rank computes its rows of every batch. DistributedDataParallel averages the gradients, and the
-optimizer shares the orthogonalisations out; losses and gradients are those of the whole batch, so
-that a run is the same, but for rounding, at any number of ranks. Rank 0 writes.
+Every rank computes its rows of every batch; losses and gradients are those of the whole batch, so
+that a run is the same, but for rounding, at any number of ranks. Rank 0 writes. What ranks share:
+
+| name | weights | gradients | optimizer's state | orthogonalisation |
+|---|---|---|---|---|
+| ddp | whole | averaged by DistributedDataParallel | whole | shared out |
+| fsdp | spread by fully_shard | spread | spread | at a matrix's owner |
+| sharded | whole | averaged by the optimizer | shared out | shared out |
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mamba3.models.lm import Mamba3LM
+from mamba3.optim import Replicated, Sharded
 
 # Steps after which ranks ask one another whether to stop, for which the host waits.
 ASK_EVERY = 10
@@ -51,6 +61,62 @@ class Ranks(NamedTuple):
         shared = torch.tensor(value, device=device)
         dist.all_reduce(shared, dist.ReduceOp.MAX)
         return int(shared)
+
+
+def spread(model: nn.Module, ranks: Ranks, parallel: str) -> None:
+    """Spread a model's weights over the ranks, if they are to be; before its optimizer is made."""
+    if ranks.world > 1 and parallel == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.backbone.layers:
+            fully_shard(layer)
+        fully_shard(model)
+
+
+def averaging(forward: nn.Module, ranks: Ranks, parallel: str) -> nn.Module:
+    """What computes the loss, with gradients that are averaged over ranks if they are to be."""
+    if ranks.world == 1 or parallel != "ddp":
+        return forward
+    if next(forward.parameters()).device.type == "cpu":
+        return DistributedDataParallel(forward, gradient_as_bucket_view=True)
+    # Recorded steps run on a stream of their own; what is made on the default one, as gradients'
+    # accumulators here, could not be part of them.
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        # Buckets are the gradients, which are then not copied.
+        averaged = DistributedDataParallel(forward, gradient_as_bucket_view=True)
+    torch.cuda.current_stream().wait_stream(stream)
+    return averaged
+
+
+def sharing(ranks: Ranks, parallel: str, max_norm: float | None) -> Replicated | Sharded | None:
+    """What the optimizer shares out; `max_norm` is for the gradients that it averages itself."""
+    if ranks.world == 1:
+        return None
+    sharded = Sharded(max_norm=math.inf if max_norm is None else max_norm)
+    shares = {"ddp": Replicated(), "fsdp": None, "sharded": sharded}
+    return shares[parallel]
+
+
+def whole_model(model: nn.Module) -> nn.Module:
+    """The model itself, or one with all its weights where they are spread; for all ranks to ask."""
+    if not any(hasattr(p, "full_tensor") for p in model.parameters()):
+        return model
+    copy = Mamba3LM(model.config, device="meta")
+    parameters: dict[int, nn.Parameter] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if id(p) not in parameters:
+            parameters[id(p)] = nn.Parameter(whole(p.detach()))
+        copy.get_submodule(name.rpartition(".")[0]).register_parameter(
+            name.rpartition(".")[2], parameters[id(p)]
+        )
+    return copy.eval()
+
+
+def whole(t: Tensor) -> Tensor:
+    """A tensor from what all ranks have of it, which all of them must ask for."""
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
 @contextlib.contextmanager

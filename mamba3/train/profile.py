@@ -12,14 +12,14 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as profiler
 
-from mamba3.data import arithmetic
 from mamba3.ops.dispatch import default_device
 from mamba3.threads import limited_threads, worthwhile_threads
 from mamba3.train.config import Recipe
 from mamba3.train.loop import make_step
-from mamba3.train.run import build_model, own_rng, stream_of
+from mamba3.train.run import build_model, own_rng
 from mamba3.train.step import RANGES
 from mamba3.train.step_cache import WARM_UP, CachedStep
+from mamba3.train.tasks import task_of
 
 TRACE_FILE = "trace.json"
 DATA = "data"
@@ -69,13 +69,13 @@ def profile(recipe: Recipe, out: str | Path, *, steps: int = 10, kernels: int = 
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-    tokenizer = arithmetic.tokenizer()
+    task = task_of(recipe)
     with own_rng(recipe.train.seed):
-        model = build_model(recipe, tokenizer.vocab_size, None)
+        model = build_model(recipe, task)
         step = make_step(
             model.to(recipe.train.device or default_device()), recipe.optim, recipe.step
         )
-        stream = stream_of(recipe, tokenizer)
+        stream = task.stream()
         with limited_threads(recipe.train.threads or worthwhile_threads(model)):
             return _Looking(step, stream, Path(out), recipe.step.cache_steps).at(steps, kernels)
 

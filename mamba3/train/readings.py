@@ -5,19 +5,54 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from mamba3.train.config import StepRecipe
 from mamba3.train.log import MetricsLog
+from mamba3.train.spikes import SpikeDetector
 from mamba3.train.step import StepOutput
 
 # Steps that the host may be ahead of the device.
 AHEAD = 2
 # Share of the time that is spent waiting for data from which it is shown.
 WORTH_SAYING = 0.02
+
+
+class NotFinite(RuntimeError):
+    """A loss or gradient is NaN or infinite; its step changed no weight.
+
+    Attributes:
+        batch: number of the batch.
+    """
+
+    def __init__(self, what: str, step: int, batch: int, where: str = ""):
+        super().__init__(
+            f"the {what} at step {step} (batch {batch}){where}; training stopped, that step "
+            "changed no weight, and the last checkpoint stays. Try a smaller optim.lr or "
+            "optim.grad_clip, or step.nonfinite=skip"
+        )
+        self.what, self.step, self.batch = what, step, batch
+
+    def at(self, where: str | None) -> NotFinite:
+        """The same, with what was found out about the first bad tensor."""
+        return NotFinite(self.what, self.step, self.batch, f": {where}" if where else "")
+
+
+class Spike(Exception):
+    """The loss has jumped.
+
+    Attributes:
+        step: the last one whose loss is known.
+    """
+
+    def __init__(self, first: int, step: int, loss: float):
+        super().__init__(f"the loss jumped at step {first}, and is {loss:.4g} at step {step}")
+        self.step = step
 
 
 class _Pending(NamedTuple):
@@ -36,14 +71,27 @@ class Readings:
         log: gets loss, lr, grad_norm, tokens_per_s, and data_wait_s, the seconds that the step
             waited for its batch.
         bar: shows them.
-        nonfinite: "stop" raises a RuntimeError at a loss or gradient that is not finite, whose step
-            the optimizer has left out; "skip" goes on.
+        how: what is not finite, and what jumps, raises: a `NotFinite` unless such steps are to be
+            skipped, whom the optimizer has left out in any case; a `Spike` if it is looked for.
+        skipped: number of step n's batch is n - 1 + skipped.
+        spikes: the losses before.
+        mfu: share of the GPU's arithmetic that tokens a second make use of; None shows none.
     """
 
-    def __init__(self, log: MetricsLog, bar: tqdm, nonfinite: str = "stop"):
-        self.log, self.bar, self.nonfinite = log, bar, nonfinite
+    def __init__(
+        self,
+        log: MetricsLog,
+        bar: tqdm,
+        how: StepRecipe,
+        *,
+        skipped: int = 0,
+        spikes: SpikeDetector | None = None,
+        mfu: Callable[[float], float] | None = None,
+    ):
+        self.log, self.bar, self.how, self.skipped = log, bar, how, skipped
+        self.spikes, self.mfu = spikes, mfu
         self.loss: float | None = None
-        self.skipped = 0
+        self.left_out = 0
         self._pending: deque[_Pending] = deque()
         self._last = self._began = time.perf_counter()
         self._waited = 0.0
@@ -77,10 +125,11 @@ class Readings:
 
     def _write_one(self, pending: _Pending) -> None:
         loss, norm = pending.values.tolist()
-        self._check(pending.step, loss, norm)
+        finite = self._check(pending.step, loss, norm)
         now = time.perf_counter()
         speed = pending.tokens / (now - self._last)
         self._last, self.loss = now, loss
+        self._waited += pending.data_wait_s
         self.log.write(
             pending.step,
             loss=loss,
@@ -89,25 +138,33 @@ class Readings:
             tokens_per_s=speed,
             data_wait_s=pending.data_wait_s,
         )
-        self._waited += pending.data_wait_s
-        text = f"loss {loss:.4f}, lr {pending.lr:.1e}, {speed:,.0f} tokens/s"
-        share = self._waited / (now - self._began)
-        if share > WORTH_SAYING:
-            text += f", {share:.0%} waiting for data"
-        self.bar.set_postfix_str(
-            f"{text}, {self.skipped} skipped" if self.skipped else text, refresh=False
-        )
+        self.bar.set_postfix_str(self._text(pending, speed), refresh=False)
         self.bar.update()
+        if finite and self.spikes is not None:
+            first = self.spikes.update(pending.step, loss)
+            if first is not None:
+                raise Spike(first, pending.step, loss)
 
-    def _check(self, step: int, loss: float, norm: float) -> None:
-        for what, value in (("loss", loss), ("gradient norm", norm)):
+    def _text(self, pending: _Pending, speed: float) -> str:
+        parts = [f"loss {self.loss:.4f}", f"lr {pending.lr:.1e}", f"{speed:,.0f} tokens/s"]
+        if self.mfu is not None:
+            parts.append(f"{self.mfu(speed):.0%} MFU")
+        if pending.values.is_pinned():
+            parts.append(f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
+        share = self._waited / (self._last - self._began)
+        if share > WORTH_SAYING:
+            parts.append(f"{share:.0%} waiting for data")
+        if self.left_out:
+            parts.append(f"{self.left_out} skipped")
+        return ", ".join(parts)
+
+    def _check(self, step: int, loss: float, norm: float) -> bool:
+        """Whether loss and norm are finite."""
+        for name, value in (("loss", loss), ("gradient norm", norm)):
             if math.isfinite(value):
                 continue
-            if self.nonfinite == "skip":
-                self.skipped += 1
-                return
-            raise RuntimeError(
-                f"the {what} is {value} at step {step} (batch {step - 1}); training stopped, that "
-                "step changed no weight, and the last checkpoint stays. Try a smaller optim.lr or "
-                "optim.grad_clip, or step.nonfinite=skip"
-            )
+            if self.how.nonfinite == "skip":
+                self.left_out += 1
+                return False
+            raise NotFinite(f"{name} is {value}", step, step - 1 + self.skipped)
+        return True

@@ -12,20 +12,25 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from mamba3.cuda_graph import record
 from mamba3.data.problems import Batch
 from mamba3.ops.dispatch import backend
-from mamba3.train.step import Part, StepOutput, TrainStep
+from mamba3.train.parts import Part
+from mamba3.train.step import StepOutput, TrainStep
 
 logger = logging.getLogger(__name__)
 
 # Steps of a key that run as they are before it is recorded: they compile, and make what is kept.
 WARM_UP = 2
+# DistributedDataParallel sorts its buckets anew after the first, and takes times in the first ten.
+RANKS_WARM_UP = 11
 # Keys whose recordings are kept; the one that was not used for longest goes first.
 BOUND = 16
 
@@ -47,16 +52,21 @@ class CachedStep:
         self.step = step
         self._record, pool = RECORDERS.get(step.device.type, (None, None))
         self._pool = pool() if pool else None
+        self._warm_up = WARM_UP if step.ranks.world == 1 else RANKS_WARM_UP
         self._seen: OrderedDict[tuple, int] = OrderedDict()
         self._recorded: OrderedDict[tuple, Recording] = OrderedDict()
-        if step.ranks.world > 1 and self._record is not None:
-            self._give_up("ranks exchange gradients in the backward pass")
+        ddp = isinstance(step.forward, DistributedDataParallel)
+        if step.ranks.world > 1 and not ddp and self._record is not None:
+            self._give_up("what ranks exchange depends on the host (step.parallel=ddp does not)")
 
     def __call__(self, batch: Batch) -> StepOutput:
-        """Make a step."""
+        """Make a step on a batch."""
+        return self.make(self.step.parts(batch))
+
+    def make(self, parts: Sequence[Part]) -> StepOutput:
+        """Make a step on parts that are on the device."""
         step = self.step
         step.optimizer.advance()
-        parts = step.parts(batch)
         if self._record is None:
             return step.run(parts)
         key = self.key(parts)
@@ -64,13 +74,13 @@ class CachedStep:
             self._recorded.move_to_end(key)
             return known(parts)
         seen = self._seen[key] = self._seen.pop(key, 0) + 1
-        if seen <= WARM_UP:
+        if seen <= self._warm_up:
             while len(self._seen) > 4 * BOUND:
                 self._seen.popitem(last=False)
             return step.run(parts)
         return self._first(key, parts)
 
-    def _first(self, key: tuple, parts: list[Part]) -> StepOutput:
+    def _first(self, key: tuple, parts: Sequence[Part]) -> StepOutput:
         """Record a key's step, and make it."""
         try:
             recording = Recording(self.step, parts, self._record, self._pool)
@@ -86,28 +96,37 @@ class CachedStep:
         logger.warning("steps run without a CUDA graph, which would be faster: %s", why)
         self._record = None
 
-    def key(self, parts: list[Part]) -> tuple:
+    def key(self, parts: Sequence[Part]) -> tuple:
         """All that a recording depends on but for values."""
         step, groups = self.step, self.step.optimizer.param_groups
-        every = step.model.parameters()
+        modules = list(_modules(step.model))
+        every = (p for module in modules for p in module._parameters.values() if p is not None)
         return (
             *((t.shape, t.dtype) for part in parts for t in part.tensors),
             *((p.data_ptr(), p.dtype, p.requires_grad) for p in every),
-            *(module.training for module in step.model.modules()),
+            *(module.training for module in modules),
             *((group["betas"], group["eps"], len(group["params"])) for group in groups),
             (step.precision, step.grad_clip, step.accumulate),
             (backend(step.device), torch.are_deterministic_algorithms_enabled()),
         )
 
 
+def _modules(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and all within, for a tenth of what `modules()` takes: it is asked every step."""
+    yield module
+    for child in module._modules.values():
+        if child is not None:
+            yield from _modules(child)
+
+
 class Recording:
     """A recorded step, and the buffers that it reads its batch from."""
 
-    def __init__(self, step: TrainStep, parts: list[Part], record: Callable, pool: Any):
+    def __init__(self, step: TrainStep, parts: Sequence[Part], record: Callable, pool: Any):
         self._parts = [Part(*(None if t is None else t.clone() for t in part)) for part in parts]
         self._replay = record(lambda: step.run(self._parts), step.device, pool=pool)
 
-    def __call__(self, parts: list[Part]) -> StepOutput:
+    def __call__(self, parts: Sequence[Part]) -> StepOutput:
         """Make the step on a batch."""
         for mine, given in zip(self._parts, parts, strict=True):
             for buffer, t in zip(mine.tensors, given.tensors, strict=True):

@@ -60,11 +60,11 @@ def test_before_and_after_are_measured_on_rows_never_trained_on(
 ):
     trained = set()
 
-    def parts(self, batch, original=TrainStep.parts):
-        trained.update(map(tuple, batch.input_ids.tolist()))
-        return original(self, batch)
+    def run(self, parts, original=TrainStep.run):
+        trained.update(tuple(ids) for part in parts for ids in part.input_ids.tolist())
+        return original(self, parts)
 
-    monkeypatch.setattr(TrainStep, "parts", parts)
+    monkeypatch.setattr(TrainStep, "run", run)
     result = finetune(base, sums, tmp_path / "out", steps=8, batch_size=8, progress=False)
     tokenizer = load_tokenizer(base)
     train_rows, valid_rows = split_rows(read_rows(sums, tokenizer), 0.2)
@@ -86,7 +86,7 @@ def test_what_a_fine_tune_leaves(base, sums, tmp_path):
     assert result.out == str(out)
     card = ModelCard.load(out / "README.md")
     assert [entry.metric_value for entry in card.data.eval_results] == [result.exact_match_after]
-    assert f"from base on {result.n_train} rows of sums.jsonl" in card.text
+    assert f"on {result.n_train} rows of sums.jsonl, from base" in card.text
     assert f"{result.steps} steps of 6 rows, seed 4" in card.text
 
 

@@ -5,6 +5,7 @@ from mamba3.train import train
 from mamba3.train.loop import make_step
 from mamba3.train.panel import start_panel
 from mamba3.train.parallel import Ranks
+from mamba3.train.tasks import task_of
 
 
 def test_the_panel_says_what_is_done(make_recipe):
@@ -20,11 +21,11 @@ def test_the_panel_says_what_is_done(make_recipe):
     model = Mamba3LM(recipe.architecture(32))
     step = make_step(model, recipe.optim, recipe.step)
     step.ranks = Ranks(1, 2)
-    lines = start_panel(recipe, step, start=5).splitlines()
+    lines = start_panel(recipe, task_of(recipe), step, start=5).splitlines()
     panel = {line.split()[0]: " ".join(line.split()[1:]) for line in lines}
     total = sum(p.numel() for p in model.parameters())
     assert panel["model"] == f"MIMO of rank 4, 2 layers of width 16, {total:,} parameters"
-    assert panel["data"] == "stages [1, 2], 8 problems a step, 2 ranks, 3 parts each"
+    assert panel["data"] == "stages [1, 2], 8 problems a step, 2 ranks (ddp), 3 parts each"
     assert panel["steps"] == "6 to 20, bf16, full recomputation"
     matrices = sum(p.numel for p in step.optimizer.engine.pieces if p.rule == "muon")
     split = f"{matrices:,} parameters by Muon, {total - matrices:,} by AdamW"

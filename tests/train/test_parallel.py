@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from mamba3.train import train
-from mamba3.train.checkpoint import load_state
+from mamba3.train.checkpoint import Checkpoints
 
 # Twenty steps of an optimizer make float32's rounding larger.
 TOLERANCE = 1e-3
@@ -39,10 +39,12 @@ def assert_near(out, whole, read_metrics):
         assert (weight - others[name]).norm() < 10 * TOLERANCE * others[name].norm(), name
 
 
-def test_ranks_share_a_run(make_recipe, tmp_path, read_metrics):
-    """7 rows in 2 parts on 2 ranks; then resumed by one process, and by 2 ranks again."""
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "sharded"])
+def test_ranks_share_a_run(make_recipe, tmp_path, read_metrics, parallel):
+    """7 rows in 2 parts on 2 ranks; then half of them, resumed by one process."""
     changes = {
         "optim.name": "hybrid", "optim.lr": 2e-3, "data.batch_size": 7, "step.accumulate": 2,
+        "step.parallel": parallel,
     }  # fmt: skip
     recipe, path = make_recipe(changes), tmp_path / "recipe.yaml"
     path.write_text(recipe.to_yaml())
@@ -51,7 +53,7 @@ def test_ranks_share_a_run(make_recipe, tmp_path, read_metrics):
     output = torchrun(path, out)
     assert output.count("20 steps, last loss") == 1
     assert_near(out, whole, read_metrics)
-    assert load_state(out)["step"] == 20
+    assert Checkpoints(out).load().step == 20
     torchrun(path, shorter, "--set", "train.steps=10")
     train(recipe, shorter, resume=True, progress=False)
     assert_near(shorter, whole, read_metrics)
@@ -68,7 +70,7 @@ def test_a_signal_ends_all_ranks_with_one_state(make_recipe, tmp_path, read_metr
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode != 0
-    step = load_state(out)["step"]
+    step = Checkpoints(out).load().step
     assert step >= 5
     assert read_metrics(out)[-1]["step"] == step
     assert f"stopped by SIGTERM after step {step}" in output
