@@ -20,6 +20,7 @@ def add(commands) -> None:
         help="show what a step of the recipe --config takes on a GPU; none is needed",
     )
     add("--config", metavar="RECIPE.yaml", help="for --memory, in the place of NAME_OR_PATH")
+    add("--fit", type=float, metavar="GB", help="for --memory: also the largest batch for so much")
     add_changes(add)
 
 
@@ -60,9 +61,13 @@ def _memory(args) -> None:
     if args.config is None or args.model is not None:
         raise ValueError("--memory takes a recipe, --config RECIPE.yaml, and no NAME_OR_PATH")
     from mamba3.train import load_recipe
-    from mamba3.train.estimate import estimate
+    from mamba3.train.estimate import estimate, rows_that_fit
 
-    print(estimate(load_recipe(args.config, args.set)))
+    recipe = load_recipe(args.config, args.set)
+    print(estimate(recipe))
+    if args.fit is not None:
+        rows = rows_that_fit(recipe, int(args.fit * 1e9))
+        print(f"A data.batch_size of {rows} is the largest that takes at most {args.fit:g} GB.")
 
 
 def _tensors(state) -> list:
