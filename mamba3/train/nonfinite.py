@@ -46,13 +46,12 @@ def first_nonfinite(train_step: TrainStep, batch: Batch) -> str | None:
         parts = train_step.parts(batch)
         for i, part in enumerate(parts):
             where = f" in part {i + 1} of {len(parts)}" if len(parts) > 1 else ""
-            model.zero_grad()
             with _watched(model) as in_modules, autocast(train_step.precision, train_step.device):
                 loss = model(
                     part.input_ids, labels=part.labels, seq_idx=part.seq_idx, return_logits=False
                 ).loss
             in_loss = _first("loss", [("", loss)])
-            loss = loss * part.share
+            loss = loss * part.share * train_step.ranks.world
             in_gradients = _backward(model, loss if scaler is None else scaler.scaled(loss))
             if in_gradients is not None and scaler is not None:
                 in_gradients += (

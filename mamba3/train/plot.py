@@ -158,7 +158,7 @@ def _draw_smoothed(panel: Any, curve: Curve, label: str, **style: str) -> None:
     """A curve's running median, and the curve itself faintly behind it."""
     window = int(min(SMOOTHED_SHARE * len(curve.steps), SMOOTHED_MOST))
     if window > 1:
-        panel.plot(*curve, alpha=0.25, linewidth=0.6, label=f"_{label}", **style)
+        panel.plot(*curve, alpha=0.25, linewidth=0.6, **style)
     panel.plot(curve.steps, running_median(curve.values, window), label=label, **style)
 
 

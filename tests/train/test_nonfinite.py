@@ -9,6 +9,7 @@ import torch.distributed as dist
 from compare import DEVICE, randomise
 from torch import multiprocessing
 from torch.distributed.fsdp import fully_shard
+from torch.nn.modules import module
 from torch.nn.parallel import DistributedDataParallel
 
 from mamba3 import Mamba3Config, Mamba3LM
@@ -35,16 +36,24 @@ def model_of(device=DEVICE):
 
 def batch_of(rows=6, length=9):
     ids = torch.randint(VOCAB, (rows, length), generator=torch.Generator().manual_seed(0))
-    return Batch(ids, ids.clone(), ids.numel())
+    labels = ids.clone()
+    labels[:3, :4] = IGNORE
+    return Batch(ids, labels, ids.numel())
 
 
 def layer_of(step, i):
     return step.model.backbone.layers[i]
 
 
+def draw(monkeypatch, module):
+    """Let a module draw a random number in its forward pass, as dropout would."""
+    forward = module.forward
+    monkeypatch.setattr(module, "forward", lambda x: forward(x) + 0 * torch.rand(()).item())
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("recompute", [None, "full", "selective"])
-def test_nothing_is_found_and_nothing_changes(accumulate, recompute):
+def test_nothing_is_found_and_nothing_changes(accumulate, recompute, monkeypatch):
     step, batch = step_of(accumulate=accumulate), batch_of()
     step.model.backbone.recompute = recompute
     step.model.train()
@@ -53,6 +62,7 @@ def test_nothing_is_found_and_nothing_changes(accumulate, recompute):
     weights = {name: t.clone() for name, t in step.model.state_dict().items()}
     gradients = [p.grad for p in step.model.parameters()]
     values = [t.clone() for t in gradients]
+    draw(monkeypatch, step.model.backbone.norm_f)
     rng = torch.get_rng_state()
     assert first_nonfinite(step, batch) is None
     assert all(torch.equal(t, weights[name]) for name, t in step.model.state_dict().items())
@@ -70,7 +80,9 @@ def test_a_step_that_had_no_gradients_has_none_after():
     assert first_nonfinite(step, batch_of()) is not None
     assert all(p.grad is None for p in step.model.parameters())
     layer_of(step, 1).mlp.fc1.weight.data.fill_(0.1)
-    assert first_nonfinite(step, batch_of()) is None  # and no hook is left
+    assert first_nonfinite(step, batch_of()) is None
+    assert not module._global_forward_hooks
+    assert not module._global_forward_pre_hooks
 
 
 def test_a_weight():
@@ -159,6 +171,25 @@ def test_float16_says_what_an_overflow_of_scaled_gradients_is():
     assert first_nonfinite(step, batch_of()) is None
     layer_of(step, 1).mlp.fc1.weight.data[5] = 3e4
     assert first_nonfinite(step, batch_of()).startswith("output of backbone.layers.1.mlp.fc1 (")
+
+
+def test_what_is_gone_through_is_the_step(monkeypatch):
+    """The gradients on the way are the step's own, as it scales and shares them."""
+    step, batch = step_of(precision="fp16", accumulate=3), batch_of()
+    step.scaler.scale.fill_(512.0)
+    step.optimizer.param_groups[0]["lr"] = step.optimizer.param_groups[1]["lr"] = 0.0
+    gradients = []
+
+    def watched(t):
+        t.register_hook(gradients.append)
+        return t
+
+    spoil(monkeypatch, step.model.backbone.norm_f, watched)
+    step(batch)
+    assert first_nonfinite(step, batch) is None
+    assert len(gradients) == 6
+    for mine, own in zip(gradients[3:], gradients[:3], strict=True):
+        assert torch.equal(mine, own)
 
 
 def test_the_batch():

@@ -72,14 +72,18 @@ def hybrid_rules(model, name):
     return [(None, "matrices" if matrix else "undecayed")]
 
 
+# The norms of blocks have a decay of their own.
+ADAMW = {"*": "adamw", "*layers.*.norm*.weight": {"weight_decay": 0.1}}
+
+
 def adamw_rules(model, name):
-    matrix = name.split(".")[-2] in ("in_proj", "out_proj", "fc1", "fc2")
-    return [(None, "decayed" if matrix else "undecayed")]
+    decays = name.split(".")[-2] in ("in_proj", "out_proj", "fc1", "fc2", "norm", "norm2")
+    return [(None, "decayed" if decays else "undecayed")]
 
 
 @pytest.mark.parametrize(
     ("options", "rules"),
-    [({}, hybrid_rules), ({"overrides": {"*": "adamw"}}, adamw_rules)],
+    [({}, hybrid_rules), ({"overrides": ADAMW}, adamw_rules)],
     ids=["hybrid", "adamw"],
 )
 def test_norms_by_hand(options, rules):

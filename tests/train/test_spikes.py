@@ -25,8 +25,12 @@ def test_the_limit_by_hand():
     assert detector.limit == pytest.approx(2.1 + 4 * 0.1)
     detector.update(5, 2.2)  # of 2.5, 1.0, 2.2, 2.1, 2.2: median 2.2, distances' 0.1
     assert detector.limit == pytest.approx(2.2 + 4 * 0.1)
-    for i in range(5):
-        detector.update(6 + i, 3.0 + 0.01 * i)
+    detector.update(6, 9.0)
+    assert detector.limit == pytest.approx(2.2 + 4 * 0.1)  # not yet known to be usual
+    detector.update(7, 1.8)  # of 2.2, 2.1, 2.2, 9.0, 1.8: median 2.2, distances 0, 0.1, 0, 6.8, 0.4
+    assert detector.limit == pytest.approx(2.2 + 4 * 0.1)
+    detector.update(8, 1.5)  # of 2.1, 2.2, 9.0, 1.8, 1.5: median 2.1, distances' 0.3
+    assert detector.limit == pytest.approx(2.1 + 4 * 0.3)
     flat = SpikeDetector(window=3)
     for i in range(3):
         flat.update(i, 1.5)
