@@ -1,49 +1,95 @@
-"""Training steps of the 187M model on a GPU: what each remedy gives in time and memory.
+"""Training steps of the 187M models on GPUs: what each remedy gives in time and memory.
 
     python scripts/bench_training.py [--form siso|mimo] [--batch 8] [--length 2048] [--json FILE]
+    torchrun --standalone --nproc-per-node=2 scripts/bench_training.py [--form siso]
 
-The official 187M architectures, vocabulary 128256, random tokens. Rows: float32; bf16 by autocast;
-the same with recorded steps; these with the hybrid optimizer, with bfloat16 weights, with blocks
-recomputed. The losses of eager and recorded steps are compared to the last bit.
+The official 187M architectures, vocabulary 128256, random tokens. The losses of eager and recorded
+steps are compared to the last bit. Under torchrun, every rank first takes the steps of one GPU
+alone, all at the same time; then all together take those of a batch that is as many times larger,
+whose losses are compared with those of one GPU that computes it in as many parts.
 
-first   seconds of the first step; what it compiles may be there from an earlier row or run
-step    median milliseconds of a step
-host    of these, what the host takes until it may go on
-peak    GB allocated at most: by the first steps for recorded ones, which hold it from then on
-mallocs calls of cudaMalloc in the steps that are timed
+first     seconds of the first step; what it compiles may be there from an earlier row or run
+step      median milliseconds of a step
+host      of these, what the host takes until it may go on
+backward  of these, what it takes in the backward pass
+peak      GB allocated at most: by the first steps for recorded ones, which hold it from then on
+requests  tensors a step that the allocator was asked for
+mallocs   calls of cudaMalloc: in the first steps, and a step of those that are timed
+busy      share of the time in which the GPU runs a kernel
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import statistics
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 from mamba3 import Mamba3Config, Mamba3LM
+from mamba3.data import arithmetic
+from mamba3.data.loader import AsyncBatches
 from mamba3.data.problems import Batch
+from mamba3.data.text import TokenStream
+from mamba3.train import memory
 from mamba3.train.config import OptimRecipe, StepRecipe
 from mamba3.train.loop import make_step
-from mamba3.train.step_cache import WARM_UP, CachedStep
+from mamba3.train.parallel import Ranks
+from mamba3.train.parts import RankParts
+from mamba3.train.profile import busy_share
+from mamba3.train.step_cache import RANKS_WARM_UP, WARM_UP, CachedStep
 
 COMMON = {"vocab_size": 128256, "d_model": 768, "n_layer": 12, "headdim": 64, "d_state": 128}
 FORMS = {
     "siso": {"d_intermediate": 1536},
     "mimo": {"d_intermediate": 1280, "is_mimo": True, "mimo_rank": 4},
 }
+EAGER = {"precision": "bf16", "cache_steps": False}
 ROWS = {
     "float32": ("adamw", {"precision": "float32", "cache_steps": False}),
-    "bf16": ("adamw", {"precision": "bf16", "cache_steps": False}),
+    "bf16": ("adamw", EAGER),
+    "bf16, compiled": ("adamw", EAGER | {"compile": True}),
     "bf16, recorded": ("adamw", {"precision": "bf16"}),
     "bf16, recorded, hybrid": ("hybrid", {"precision": "bf16"}),
     "bf16 weights, recorded": ("adamw", {"precision": "bf16-weights"}),
+    "bf16, recorded, 2 parts": ("adamw", {"precision": "bf16", "accumulate": 2}),
     "bf16, recorded, selective": ("adamw", {"precision": "bf16", "recompute": "selective"}),
     "bf16, recorded, full": ("adamw", {"precision": "bf16", "recompute": "full"}),
 }
+TOGETHER = {
+    "ddp, eager": ("adamw", EAGER),
+    "ddp, recorded": ("adamw", {"precision": "bf16"}),
+    "ddp, recorded, hybrid": ("hybrid", {"precision": "bf16"}),
+    "sharded, hybrid": ("hybrid", {"precision": "bf16", "parallel": "sharded"}),
+    "fsdp": ("adamw", {"precision": "bf16", "parallel": "fsdp"}),
+}
 TIMED = 10
+
+
+class Row(NamedTuple):
+    form: str
+    name: str
+    first_s: float
+    step_ms: float
+    host_ms: float
+    backward_ms: float
+    tokens_per_s: float
+    peak_gb: float
+    requests: float
+    first_mallocs: int
+    mallocs: float
+    busy: float
+    loss: float
 
 
 def main() -> None:
@@ -51,80 +97,230 @@ def main() -> None:
     parser.add_argument(
         "--form", choices=FORMS, nargs="+", default=list(FORMS), help="which models"
     )
-    parser.add_argument("--batch", type=int, default=8, help="sequences in a step (%(default)s)")
+    parser.add_argument("--rows", nargs="+", help="which rows of the table (all)")
+    parser.add_argument("--batch", type=int, default=8, help="sequences a GPU (%(default)s)")
     parser.add_argument("--length", type=int, default=2048, help="of a sequence (%(default)s)")
     parser.add_argument("--json", help="also write the results to this file")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench_training.py needs a CUDA or ROCm GPU, and found none")
+    memory.configure("cuda")
+    ranks = Ranks()
+    if "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl")
+        ranks = Ranks(dist.get_rank(), dist.get_world_size())
     about = [time.strftime("%Y-%m-%d"), torch.cuda.get_device_name(), torch.__version__]
-    print(", ".join(about))
-    print(f"{'':32}   first s   step ms   host ms   tokens/s   peak GB   mallocs   last loss")
-    rows = []
+    show(ranks, f"{', '.join(about)}, {ranks.world} GPU(s)")
+    head = "first s  step ms  host ms  backward   tokens/s  peak GB  requests      mallocs  busy"
+    show(ranks, f"{'':32}  {head}   last loss")
+    rows: list[Row] = []
     for form in args.form:
-        losses = {}
-        for name in ROWS:
-            row, losses[name] = measure(form, name, args.batch, args.length)
-            torch.cuda.empty_cache()
-            rows.append(row)
-            print_row(row)
+        if ranks.world > 1:
+            rows += together(form, args, ranks)
+        else:
+            rows += alone(form, args)
+    if ranks.world == 1:
+        data_waits(args)
+    if args.json and ranks.first:
+        rows_ = [row._asdict() for row in rows]
+        Path(args.json).write_text(json.dumps({"about": about, "rows": rows_}, indent=1))
+    if ranks.world > 1:
+        dist.destroy_process_group()
+
+
+def show(ranks: Ranks, text: str) -> None:
+    if ranks.first:
+        print(text, flush=True)
+
+
+def alone(form: str, args) -> list[Row]:
+    """One GPU: the remedies one after the other."""
+    rows, losses = [], {}
+    for name, (optimizer, how) in ROWS.items():
+        if args.rows and name not in args.rows:
+            continue
+        row, losses[name] = measure(form, name, optimizer, how, args.batch, args.length)
+        rows.append(row)
+        print_row(row)
+    if {"bf16", "bf16, recorded"} <= losses.keys():
         if not torch.equal(losses["bf16"], losses["bf16, recorded"]):
             raise SystemExit(f"{form}: recorded steps have other losses than eager ones")
         print(f"{form}: recorded steps have the losses of eager ones, bit for bit")
-    if args.json:
-        Path(args.json).write_text(json.dumps({"about": about, "rows": rows}, indent=1))
+    return rows
 
 
-def measure(form: str, name: str, rows: int, length: int) -> tuple[dict, torch.Tensor]:
+def together(form: str, args, ranks: Ranks) -> list[Row]:
+    """Several GPUs against one."""
+    name, (optimizer, how) = "one GPU, recorded", ROWS["bf16, recorded"]
+    one, _ = measure(form, name, optimizer, how, args.batch, args.length)
+    show_row(ranks, one)
+    batch = args.batch * ranks.world
+    parts = how | {"accumulate": ranks.world}
+    wanted = {
+        optimizer: measure(form, "", optimizer, parts, batch, args.length, timed=4)[1]
+        for optimizer in ("adamw", "hybrid")
+    }
+    rows = [one]
+    for name, (optimizer, how) in TOGETHER.items():
+        if args.rows and name not in args.rows:
+            continue
+        row, losses = measure(form, name, optimizer, how, batch, args.length, ranks)
+        count = min(len(losses), len(wanted[optimizer]))
+        apart = (losses[:count] / wanted[optimizer][:count] - 1).abs().max().item()
+        show_row(ranks, row)
+        ratio = row.tokens_per_s / one.tokens_per_s
+        show(ranks, f"{'':34}{ratio:.3f} x one GPU; losses within {apart:.1e} over {count} steps")
+        rows.append(row)
+    return rows
+
+
+def measure(
+    form: str, name: str, optimizer: str, how: dict, rows: int, length: int,
+    ranks: Ranks | None = None, timed: int = TIMED,
+) -> tuple[Row, torch.Tensor]:  # fmt: skip
     """A row of the table, and all losses."""
-    optimizer, how = ROWS[name]
+    torch.cuda.empty_cache()
     recipe = StepRecipe(**how)
     torch.manual_seed(0)
     model = Mamba3LM(Mamba3Config(**COMMON, **FORMS[form]), device="cuda")
-    step = make_step(model, OptimRecipe(lr=1e-4, name=optimizer), recipe)
+    step = make_step(model, OptimRecipe(lr=1e-4, name=optimizer), recipe, ranks)
     make = CachedStep(step) if recipe.cache_steps else step
-    ids = [torch.randint(COMMON["vocab_size"], (rows, length)).pin_memory() for _ in range(4)]
-    losses, times, hosts = [], [], []
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(COMMON["vocab_size"], (rows, length), generator=generator) for _ in "1234"]
+    parts = [step.parts(Batch(own, own, own.numel())) for own in ids]
+    losses, times, hosts, backwards = [], [], [], []
 
     def one(index: int) -> None:
-        batch = Batch(ids[index % 4], ids[index % 4], rows * length)
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        output = make(batch)
-        hosts.append(time.perf_counter() - began)
-        torch.cuda.synchronize()
+        with backward_time() as backward:
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            output = make.make(parts[index % 4])
+            hosts.append(time.perf_counter() - began)
+            torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
+        backwards.append(sum(backward))
         losses.append(output.loss.clone())
 
     torch.cuda.reset_peak_memory_stats()
-    warm = WARM_UP + 2
+    before = counts()
+    warm = (WARM_UP if step.ranks.world == 1 else RANKS_WARM_UP) + 2
     for index in range(warm):
         one(index)
-    mallocs = torch.cuda.memory_stats()["num_device_alloc"]
-    for index in range(warm, warm + TIMED):
+    first = counts()
+    for index in range(warm, warm + timed):
         one(index)
+    last = counts()
     median = statistics.median(times[warm:])
-    row = {
-        "form": form,
-        "name": name,
-        "first_s": times[0],
-        "step_ms": 1e3 * median,
-        "host_ms": 1e3 * statistics.median(hosts[warm:]),
-        "tokens_per_s": rows * length / median,
-        "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
-        "mallocs": torch.cuda.memory_stats()["num_device_alloc"] - mallocs,
-        "loss": losses[-1].item(),
-    }
-    return row, torch.stack(losses).cpu()
+    return Row(
+        form=form,
+        name=name,
+        first_s=times[0],
+        step_ms=1e3 * median,
+        host_ms=1e3 * statistics.median(hosts[warm:]),
+        backward_ms=1e3 * statistics.median(backwards[warm:]),
+        tokens_per_s=rows * length / median,
+        peak_gb=torch.cuda.max_memory_allocated() / 1e9,
+        requests=(last[0] - first[0]) / timed,
+        first_mallocs=first[1] - before[1],
+        mallocs=(last[1] - first[1]) / timed,
+        busy=busy(lambda index: make.make(parts[index % 4])),
+        loss=losses[-1].item(),
+    ), torch.stack(losses).cpu()
 
 
-def print_row(row: dict) -> None:
+def counts() -> tuple[int, int]:
+    """Tensors asked for, and calls of cudaMalloc."""
+    stats = torch.cuda.memory_stats()
+    return stats["allocation.all.allocated"], stats["num_device_alloc"]
+
+
+@contextlib.contextmanager
+def backward_time() -> Iterator[list[float]]:
+    """Seconds of the host in every backward pass inside."""
+    spent, original = [], torch.Tensor.backward
+
+    def timed(self, *args, **options):
+        began = time.perf_counter()
+        original(self, *args, **options)
+        spent.append(time.perf_counter() - began)
+
+    torch.Tensor.backward = timed
+    try:
+        yield spent
+    finally:
+        torch.Tensor.backward = original
+
+
+def busy(make) -> float:
+    """Share of a few steps, one behind the other, in which a kernel runs."""
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for index in range(3):
+            make(index)
+        torch.cuda.synchronize()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        seen.export_chrome_trace(file.name)
+        return busy_share(json.load(open(file.name))["traceEvents"])
+
+
+def data_waits(args) -> None:
+    """How long steps wait for their batches, made between them or by workers ahead of them."""
+    tiny = {"d_model": 64, "n_layer": 2, "d_intermediate": 128, "d_state": 32, "expand": 1}
+    tokenizer = arithmetic.tokenizer()
+    stream = arithmetic.CurriculumStream([1, 2, 3], tokenizer, batch_size=256, seed=0)
+    config = Mamba3Config(vocab_size=32, headdim=32, **tiny)
+    wait("curriculum, 256 problems a step", config, stream)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "corpus"
+        ids = np.random.default_rng(0).integers(COMMON["vocab_size"], size=20_000_000, dtype="u4")
+        ids.tofile(f"{path}.bin")
+        np.array([0, len(ids)], "i8").tofile(f"{path}.idx")
+        facts = {"dtype": "uint32", "vocab_size": COMMON["vocab_size"], "n_tokens": len(ids)}
+        facts |= {"n_documents": 1, "tokenizer": "none"}
+        Path(f"{path}.json").write_text(json.dumps(facts))
+        text = TokenStream(path, length=args.length, batch_size=args.batch, seed=0)
+        wait("187M siso, token file", Mamba3Config(**COMMON, **FORMS["siso"]), text)
+
+
+def wait(name: str, config: Mamba3Config, stream) -> None:
+    torch.cuda.empty_cache()
+    model = Mamba3LM(config, device="cuda")
+    step = make_step(model, OptimRecipe(lr=1e-4), StepRecipe(precision="bf16"))
+    make = CachedStep(step)
+    for workers in (0, 4):
+        with AsyncBatches(RankParts(stream), workers=workers, device="cuda") as data:
+            for _ in range(30):
+                make.make(next(data).parts)
+            torch.cuda.synchronize()
+            data.waited_s()
+            began, tokens = time.perf_counter(), 0
+            for _ in range(60):
+                parts, n_tokens = next(data)
+                make.make(parts)
+                tokens += n_tokens
+            torch.cuda.synchronize()
+            spent = time.perf_counter() - began
+            waited = data.waited_s() / spent
+            print(
+                f"{name:34}  {workers} workers  {1e3 * spent / 60:8.2f} ms a step  "
+                f"{tokens / spent:11,.0f} tokens/s  {waited:6.1%} waiting for data",
+                flush=True,
+            )
+
+
+def print_row(row: Row) -> None:
     print(
-        f"{row['form']} {row['name']:27}  {row['first_s']:8.1f}  {row['step_ms']:8.1f}"
-        f"  {row['host_ms']:8.2f}  {row['tokens_per_s']:9,.0f}  {row['peak_gb']:8.1f}"
-        f"  {row['mallocs']:8}  {row['loss']:10.6f}",
+        f"{row.form} {row.name:27}  {row.first_s:7.1f}  {row.step_ms:7.1f}  {row.host_ms:7.2f}"
+        f"  {row.backward_ms:8.2f}  {row.tokens_per_s:9,.0f}  {row.peak_gb:7.1f}"
+        f"  {row.requests:8.0f}  {row.first_mallocs:6} {row.mallocs:4.1f}  {row.busy:5.1%}"
+        f"  {row.loss:10.6f}",
         flush=True,
     )
+
+
+def show_row(ranks: Ranks, row: Row) -> None:
+    if ranks.first:
+        print_row(row)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,11 @@ from mamba3.data.problems import Batch
 from mamba3.optim import ANVIL, HybridOptimizer, Sharded
 from mamba3.progress import progress_bar
 from mamba3.train.config import OptimRecipe, Recipe, StepRecipe
+from mamba3.train.flops import mfu, peak_flops
 from mamba3.train.log import MetricsLog
+from mamba3.train.memory import AllocationGuard
 from mamba3.train.nonfinite import first_nonfinite
+from mamba3.train.norms import GroupNorms
 from mamba3.train.parallel import Ranks, averaging, sharing, spread
 from mamba3.train.parts import RankParts
 from mamba3.train.readings import NotFinite, Readings
@@ -75,6 +78,17 @@ def make_step(
     )
 
 
+def _mfu_of(step: TrainStep, recipe: Recipe) -> Callable[[float], float] | None:
+    """The share of the GPUs' arithmetic that tokens a second make use of; None where unknown."""
+    precision, world = recipe.step.precision, step.ranks.world
+    if peak_flops(step.device, precision) is None:
+        return None
+    # Where lengths vary, all positions are taken to be predicted.
+    config, length = step.model.config, recipe.data.length or 1 << 20
+    options = {"device": step.device, "precision": precision, "ranks": world}
+    return lambda speed: mfu(speed, config, length, **options)
+
+
 class Watch(Protocol):
     """Who looks on while steps are made."""
 
@@ -125,20 +139,33 @@ def fit(
         Spike: the loss jumped.
     """
     steps, optim, how = recipe.train.steps, recipe.optim, recipe.step
-    make = (CachedStep(step) if how.cache_steps else step).make
+    cached = CachedStep(step, records=how.cache_steps)
+    every = recipe.train.norms_every
+    norms = GroupNorms(step.optimizer) if every else None
+    guard = AllocationGuard(step.device if recipe.train.check_allocations else "cpu")
     stream = RankParts(batches, *step.ranks, how.accumulate, skipped)
     data = AsyncBatches(stream, start, workers=recipe.data.workers, device=step.device)
     with data, progress_bar(progress, total=steps, initial=start, unit="step") as bar:
-        readings = Readings(log, bar, how, skipped=skipped, spikes=spikes)
+        readings = Readings(
+            log, bar, how, skipped=skipped, spikes=spikes, mfu=_mfu_of(step, recipe)
+        )
         step.model.train()
         for index in range(start, steps):
             lr = learning_rate(index, optim)
             for group in step.optimizer.param_groups:
                 group["lr"] = lr
             parts, tokens = next(data)
-            output = make(parts)
+            guard.start()
+            if every and (index + 1) % every == 0:
+                # Not by a recording, whose gradients may be those of another one by now.
+                norms.before()
+                output, found = step.make(parts), norms.after()
+            else:
+                output, found = cached.make(parts), {}
+                guard.check(index + 1, new=cached.new)
+            told = {"lr": lr, "tokens": tokens, "data_wait_s": data.waited_s()}
             try:
-                readings.add(index + 1, output, lr=lr, tokens=tokens, data_wait_s=data.waited_s())
+                readings.add(index + 1, output, **told, more=found)
                 stops = watch.stops(index + 1)
                 looks = stops or index + 1 == steps or watch.due(index + 1)
                 loss = readings.finish() if looks else None

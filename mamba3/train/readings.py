@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,11 @@ from mamba3.train.step import StepOutput
 AHEAD = 2
 # Share of the time that is spent waiting for data from which it is shown.
 WORTH_SAYING = 0.02
+
+
+# What is said of a batch that gives finite numbers when it is gone through once more: later steps
+# may have changed the weights.
+NOT_AGAIN = "it did not happen again when the batch was tried once more"
 
 
 class NotFinite(RuntimeError):
@@ -40,7 +46,7 @@ class NotFinite(RuntimeError):
 
     def at(self, where: str | None) -> NotFinite:
         """The same, with what was found out about the first bad tensor."""
-        return NotFinite(self.what, self.step, self.batch, f": {where}" if where else "")
+        return NotFinite(self.what, self.step, self.batch, f": {where or NOT_AGAIN}")
 
 
 class Spike(Exception):
@@ -60,7 +66,8 @@ class _Pending(NamedTuple):
     lr: float
     tokens: int
     data_wait_s: float
-    values: Tensor  # loss and norm, on the host once the event has come
+    more: tuple[str, ...]
+    values: Tensor  # loss, norm and more, on the host once the event has come
     event: torch.cuda.Event | None
 
 
@@ -97,15 +104,25 @@ class Readings:
         self._waited = 0.0
 
     def add(
-        self, step: int, output: StepOutput, *, lr: float, tokens: int, data_wait_s: float
+        self,
+        step: int,
+        output: StepOutput,
+        *,
+        lr: float,
+        tokens: int,
+        data_wait_s: float,
+        more: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Take a step's output up; write what has arrived, and wait for what is too far behind."""
-        values, event = torch.stack(output), None
+        """Take a step's output up; write what has arrived, and wait for what is too far behind.
+
+        `more` are numbers on the device, which go into the log as well.
+        """
+        values, event = torch.stack([*output, *more.values()]), None
         if values.is_cuda:
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             values = host.copy_(values, non_blocking=True)
             event = torch.cuda.current_stream().record_event()
-        self._pending.append(_Pending(step, lr, tokens, data_wait_s, values, event))
+        self._pending.append(_Pending(step, lr, tokens, data_wait_s, tuple(more), values, event))
         self._write(keep=AHEAD)
 
     def finish(self) -> float | None:
@@ -124,7 +141,7 @@ class Readings:
             self._write_one(pending)
 
     def _write_one(self, pending: _Pending) -> None:
-        loss, norm = pending.values.tolist()
+        loss, norm, *more = pending.values.tolist()
         finite = self._check(pending.step, loss, norm)
         now = time.perf_counter()
         speed = pending.tokens / (now - self._last)
@@ -137,6 +154,7 @@ class Readings:
             grad_norm=norm,
             tokens_per_s=speed,
             data_wait_s=pending.data_wait_s,
+            **dict(zip(pending.more, more, strict=True)),
         )
         self.bar.set_postfix_str(self._text(pending, speed), refresh=False)
         self.bar.update()

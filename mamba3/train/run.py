@@ -25,7 +25,7 @@ from mamba3.config import Mamba3Config
 from mamba3.models.lm import Mamba3LM
 from mamba3.ops.dispatch import default_device
 from mamba3.threads import limited_threads, worthwhile_threads
-from mamba3.train import checkpoint
+from mamba3.train import checkpoint, memory
 from mamba3.train.card import write_card
 from mamba3.train.checkpoint import Checkpoints, SavedState
 from mamba3.train.config import OPTIMIZERS, Recipe
@@ -98,6 +98,7 @@ def train(
             remedy = "choose another folder, resume the run in it, or overwrite it"
             checkpoint.refuse_to_overwrite(out, remedy)
         ranks.wait()  # until all have looked
+        memory.configure(device)
         run = _Run(recipe, out, device, ranks, resume)
         with limited_threads(recipe.train.threads or worthwhile_threads(run.model)):
             after = run.go(progress)

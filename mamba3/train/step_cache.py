@@ -44,13 +44,18 @@ class CachedStep:
 
     Args:
         step: what a step is.
+        records: whether recordings are wanted.
+
+    Attributes:
+        new: whether the last step was among the first of its kind, which take memory.
 
     What it returns is overwritten by the next step.
     """
 
-    def __init__(self, step: TrainStep):
-        self.step = step
-        self._record, pool = RECORDERS.get(step.device.type, (None, None))
+    def __init__(self, step: TrainStep, *, records: bool = True):
+        self.step, self.new = step, True
+        recorders = RECORDERS if records else {}
+        self._record, pool = recorders.get(step.device.type, (None, None))
         self._pool = pool() if pool else None
         self._warm_up = WARM_UP if step.ranks.world == 1 else RANKS_WARM_UP
         self._seen: OrderedDict[tuple, int] = OrderedDict()
@@ -67,18 +72,23 @@ class CachedStep:
         """Make a step on parts that are on the device."""
         step = self.step
         step.optimizer.advance()
-        if self._record is None:
-            return step.run(parts)
-        key = self.key(parts)
-        if (known := self._recorded.get(key)) is not None:
+        key = self.key(parts) if self._record else _shapes(parts)
+        known = self._recorded.get(key)
+        self.new = known is None and self._is_new(key)
+        if known is not None:
             self._recorded.move_to_end(key)
             return known(parts)
-        seen = self._seen[key] = self._seen.pop(key, 0) + 1
-        if seen <= self._warm_up:
-            while len(self._seen) > 4 * BOUND:
-                self._seen.popitem(last=False)
+        if self.new or self._record is None:
             return step.run(parts)
+        self.new = True
         return self._first(key, parts)
+
+    def _is_new(self, key: tuple) -> bool:
+        """Whether a step of this key still warms up."""
+        seen = self._seen[key] = self._seen.pop(key, 0) + 1
+        while len(self._seen) > 4 * BOUND:
+            self._seen.popitem(last=False)
+        return seen <= self._warm_up
 
     def _first(self, key: tuple, parts: Sequence[Part]) -> StepOutput:
         """Record a key's step, and make it."""
@@ -102,13 +112,17 @@ class CachedStep:
         modules = list(_modules(step.model))
         every = (p for module in modules for p in module._parameters.values() if p is not None)
         return (
-            *((t.shape, t.dtype) for part in parts for t in part.tensors),
+            *_shapes(parts),
             *((p.data_ptr(), p.dtype, p.requires_grad) for p in every),
             *(module.training for module in modules),
             *((group["betas"], group["eps"], len(group["params"])) for group in groups),
             (step.precision, step.grad_clip, step.accumulate),
             (backend(step.device), torch.are_deterministic_algorithms_enabled()),
         )
+
+
+def _shapes(parts: Sequence[Part]) -> tuple:
+    return tuple((t.shape, t.dtype) for part in parts for t in part.tensors)
 
 
 def _modules(module: nn.Module) -> Iterator[nn.Module]:

@@ -1,6 +1,8 @@
 import dataclasses
+import itertools
 import logging
 import math
+import random
 import resource
 import shutil
 import signal
@@ -187,6 +189,44 @@ train(load_recipe(sys.argv[1]), sys.argv[2], progress=False)
     assert read_metrics(out)[-1]["step"] == 12
     train(make_recipe(), out, resume=True, progress=False)
     assert_same_run(out, whole_run, read_metrics)
+
+
+def test_kills_at_any_time_lose_nothing(make_recipe, tmp_path, whole_run, read_metrics):
+    """Killed after random times, in whatever it does then, and resumed until it is done."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(make_recipe({"train.save_every": 2}).to_yaml())
+    code = """
+import os, pathlib, signal, sys, threading, time
+import torch
+from mamba3.train import load_recipe, train
+
+def kill():
+    time.sleep(float(sys.argv[3]))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+torch.set_num_threads(1)
+out = pathlib.Path(sys.argv[2])
+resume = any(out.glob("checkpoints/step-*"))
+threading.Thread(target=kill, daemon=True).start()
+train(load_recipe(sys.argv[1]), out, resume=resume, overwrite=True, progress=False)
+"""
+    random.seed(0)
+    kills = 0
+    for number in range(10):
+        out = tmp_path / f"killed-{number}"
+        for longest in itertools.count(1):  # so that on a slow machine, too, it comes to an end
+            delay = str(random.uniform(0.0, 0.3 * longest))
+            command = [sys.executable, "-c", code, recipe, out, delay]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode == 0:
+                break
+            assert done.returncode == -signal.SIGKILL, done.stderr
+            kills += 1
+        assert [line["step"] for line in read_metrics(out, training=True)] == list(range(1, 21))
+        assert_same_run(out, whole_run, read_metrics)
+        if kills >= 5:
+            return
+    raise AssertionError(f"only {kills} kills came before the end of a run")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -389,6 +429,86 @@ def test_a_gradient_that_is_not_finite_changes_no_weight(make_recipe, tmp_path, 
         train(make_recipe(), tmp_path / "run", progress=False)
     after = seen["model"].state_dict()
     assert all(torch.equal(after[name], old) for name, old in seen["before"].items())
+
+
+def bad_batches(monkeypatch, numbers):
+    """Have the batches of these numbers give losses that are ten times as large."""
+
+    def batch(self, index, original=arithmetic.CurriculumStream.__call__):
+        found = original(self, index)
+        if index in numbers:  # answers that no problem has
+            wrong = torch.where(found.labels == -100, found.labels, 31 - found.labels)
+            found = found._replace(labels=wrong)
+        return found
+
+    monkeypatch.setattr(arithmetic.CurriculumStream, "__call__", batch)
+
+
+def test_a_spike_leads_back_and_its_batches_are_left_out(
+    make_recipe, tmp_path, read_metrics, monkeypatch, caplog
+):
+    changes = {"step.spike_factor": 4.0, "train.steps": 100, "train.save_every": 10}
+    changes |= {"optim.decay_steps": None, "optim.lr": 0.003}
+    bad_batches(monkeypatch, {75, 76, 77, 78})
+    with caplog.at_level(logging.WARNING):
+        train(make_recipe(changes), tmp_path / "run", progress=False)
+    [message] = [r.getMessage() for r in caplog.records if "going back" in r.getMessage()]
+    assert "the loss jumped at step 76" in message
+    assert "going back to step 70 and leaving out the 8 batches since" in message
+    assert last_state(tmp_path / "run").facts["skipped"] == 8
+    lines = read_metrics(tmp_path / "run", training=True)
+    assert [line["step"] for line in lines] == list(range(1, 101))
+
+    # As if the stream had never had them.
+    def batch(self, index, original=arithmetic.CurriculumStream.__call__):
+        return original(self, index if index < 70 else index + 8)
+
+    monkeypatch.setattr(arithmetic.CurriculumStream, "__call__", batch)
+    train(make_recipe(changes), tmp_path / "without", progress=False)
+    assert read_metrics(tmp_path / "without", training=True) == lines
+    weights, others = (load_file(tmp_path / o / "model.safetensors") for o in ("run", "without"))
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def test_a_run_that_was_led_back_resumes_exactly(make_recipe, tmp_path, read_metrics, monkeypatch):
+    changes = {"step.spike_factor": 4.0, "train.steps": 100, "train.save_every": 10}
+    changes |= {"optim.decay_steps": None, "optim.lr": 0.003}
+    bad_batches(monkeypatch, {75, 76, 77, 78})
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    train(make_recipe(changes), whole, progress=False)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 94)
+        with pytest.raises(Stop):
+            train(make_recipe(changes), halves, progress=False)
+    train(make_recipe(changes), halves, resume=True, progress=False)
+    assert_same_run(halves, whole, read_metrics)
+
+
+def test_a_spike_without_end_ends_the_run(make_recipe, tmp_path, monkeypatch):
+    changes = {"step.spike_factor": 4.0, "train.steps": 200, "train.save_every": 10}
+    changes |= {"optim.decay_steps": None, "optim.lr": 0.003}
+    bad_batches(monkeypatch, range(75, 1000))
+    with pytest.raises(RuntimeError, match="gone back to step 70 3 times, to no avail"):
+        train(make_recipe(changes), tmp_path / "run", progress=False)
+    assert last_state(tmp_path / "run").step == 70
+
+
+def test_norms_go_into_the_log(make_recipe, tmp_path, read_metrics):
+    changes = {"train.norms_every": 3, "optim.name": "hybrid", "train.steps": 6}
+    train(make_recipe(changes), tmp_path / "run", progress=False)
+    lines = read_metrics(tmp_path / "run", training=True)
+    told = [line for line in lines if "grad_norm/matrices" in line]
+    assert [line["step"] for line in told] == [3, 6]
+    for line in told:
+        parts = [line[f"grad_norm/{name}"] for name in ("matrices", "decayed", "undecayed")
+                 if f"grad_norm/{name}" in line]  # fmt: skip
+        whole = math.sqrt(sum(part**2 for part in parts))
+        assert whole == pytest.approx(min(line["grad_norm"], 1.0), rel=1e-4)  # clipped
+        assert line["update_norm/matrices"] > 0
+    # It changes nothing.
+    train(make_recipe(changes | {"train.norms_every": 0}), tmp_path / "plain", progress=False)
+    losses = [line["loss"] for line in read_metrics(tmp_path / "plain", training=True)]
+    assert losses == [line["loss"] for line in lines]
 
 
 def test_init_from_starts_at_the_weights_of_a_model(make_recipe, tmp_path, whole_run, read_metrics):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from mamba3 import zoo
 from mamba3.data.text import TokenStream, rows_of
 from mamba3.data.tokenizer import CONFIG_FILE, TOKENIZER_FILE
 from mamba3.eval.perplexity import perplexity
@@ -72,10 +73,13 @@ class _Files:
         self.folder = folder
 
     @classmethod
-    def of(cls, path: str) -> _Files | None:
+    def of(cls, name_or_path: str) -> _Files | None:
         """Of the tokenizer that a corpus was made with, if it is still where it was."""
-        path = Path(path)
-        folder = path.parent if path.name == TOKENIZER_FILE else path
+        path = Path(name_or_path)
+        try:
+            folder = path.parent if path.is_file() else zoo.resolve(name_or_path)
+        except (OSError, ValueError):
+            return None
         return cls(folder) if (folder / TOKENIZER_FILE).is_file() else None
 
     def save(self, folder: str | Path) -> None:
