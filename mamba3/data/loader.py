@@ -259,7 +259,7 @@ def _each(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """The batch, of nested tuples, with a function of each of its tensors."""
     if isinstance(batch, Tensor):
         return function(batch)
-    if not isinstance(batch, tuple):
+    if not isinstance(batch, tuple | list):  # a DataLoader makes lists of plain tuples
         return batch
     items = [_each(item, function) for item in batch]
     return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)

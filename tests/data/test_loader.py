@@ -16,6 +16,7 @@ from number_streams import Deadly, Failing, Numbers
 from mamba3.data.arithmetic import CurriculumStream, facts, tokenizer
 from mamba3.data.loader import AsyncBatches
 from mamba3.data.problems import EpochStream
+from mamba3.train.parts import RankParts, split
 
 START, COUNT = 5, 9
 STREAMS = {
@@ -42,6 +43,24 @@ def test_order_and_content(name, workers):
         assert torch.equal(batch.labels.cpu(), expected.labels), index
         assert batch.n_tokens == expected.n_tokens
         assert batch.seq_idx is None
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_parts_of_batches_go_to_the_device_whole(workers):
+    """Tuples of tuples, of which a DataLoader makes lists; "meta" stands for a GPU where none is."""
+    stream, device = STREAMS["curriculum"], "cuda" if DEVICE == "cuda" else "meta"
+    with AsyncBatches(RankParts(stream, 0, 1, 2), workers=workers, device=device) as batches:
+        got = [next(batches) for _ in range(3)]
+    for index, (parts, n_tokens) in enumerate(got):
+        expected = split(stream(index), accumulate=2)
+        assert n_tokens == expected.n_tokens
+        for part, other in zip(parts, expected.parts, strict=True):
+            assert part.seq_idx is None
+            for t, wanted in zip(part.tensors, other.tensors, strict=True):
+                assert t.device.type == device
+                assert t.shape == wanted.shape
+                if device == "cuda":
+                    assert torch.equal(t.cpu(), wanted)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
