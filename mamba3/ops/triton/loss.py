@@ -19,7 +19,7 @@ from ..loss import ALIGNMENT
 from .launch import OPTIONS, on_device
 
 # Logits that a program holds at a time, and a warp's share of them.
-BLOCK = 8192
+BLOCK = 4096
 WARP_ELEMENTS = 512
 
 
