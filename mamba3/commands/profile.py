@@ -31,9 +31,10 @@ def run(args) -> None:
         return
     print(f"a step takes {found.step_ms:.2f} ms, one that is not recorded {found.eager_ms:.2f} ms")
     if found.busy is not None:
-        print(
-            f"the GPU is busy {found.busy:.0%} of these; cudaMalloc is called {found.mallocs} times"
-        )
+        gaps = (1 - found.eager_busy) * found.eager_ms
+        print(f"the GPU is busy {found.busy:.1%} of it; of one that is not recorded:")
+        print(f"    {found.eager_busy:.1%}; {gaps:.2f} ms it waits for the host")
+        print(f"    {found.requests:.0f} tensors are asked for, cudaMalloc {found.mallocs} times")
     print(f"\n{'part':12}  {'host ms':>9}  {'GPU ms':>9}")
     for name, spent in found.parts.items():
         device = "-" if spent.device_ms is None else f"{spent.device_ms:.3f}"

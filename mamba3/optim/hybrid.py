@@ -316,7 +316,9 @@ class HybridOptimizer(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             _check_numbers(group)
             group["step"] += 1
-            values = torch.tensor(self._values(group), dtype=torch.float32)
+            # Copies from memory that is not pinned take a tenth of a millisecond of the host each.
+            pinned = any(device.type == "cuda" for _, device in self._scalars)
+            values = torch.tensor(self._values(group), dtype=torch.float32, pin_memory=pinned)
             for (of, _), scalars in self._scalars.items():
                 if of == index:
                     scalars.copy_(values, non_blocking=True)

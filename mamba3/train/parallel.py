@@ -130,8 +130,11 @@ def ranks_of(device: str) -> Iterator[Ranks]:
         yield Ranks()
         return
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(own)
+        dist.init_process_group("nccl", device_id=own)
+    else:
+        dist.init_process_group("gloo")
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size())
     finally:

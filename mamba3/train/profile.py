@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.profiler import emit_nvtx
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as profiler
 
@@ -39,9 +40,11 @@ class Profile(NamedTuple):
         step_ms: wall time of a step as it is trained, recorded where that can be.
         eager_ms: of one that is not recorded, as `parts` and `kernels` are taken from.
         parts: data, forward, backward and optimizer.
-        busy: share of the eager steps in which a kernel runs; None without a GPU.
+        busy, eager_busy: shares of the time in which a kernel runs, in steps as they are trained
+            and in eager ones; the rest are gaps, in which the GPU waits. None without a GPU.
         kernels: name, milliseconds a step and launches a step of those that take longest; on a CPU
             operations.
+        requests: tensors that the allocator was asked for in an eager step; None without a GPU.
         mallocs: calls of cudaMalloc in the eager steps.
         trace: the Chrome trace of the eager steps.
     """
@@ -50,7 +53,9 @@ class Profile(NamedTuple):
     eager_ms: float
     parts: dict[str, Spent]
     busy: float | None
+    eager_busy: float | None
     kernels: list[tuple[str, float, float]]
+    requests: float | None
     mallocs: int
     trace: str
 
@@ -92,22 +97,26 @@ class _Looking:
         self._timed(lambda: make(batch), WARM_UP + 2)
         step_ms = self._timed(lambda: make(batch), steps)
         self._timed(self._eager_step, 2)
-        mallocs = self._mallocs()
+        before = self._memory()
         eager_ms = self._timed(self._eager_step, steps)
-        mallocs = self._mallocs() - mallocs
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
-        with profiler(activities=activities) as seen:
-            self._timed(self._eager_step, steps)
+        requests, mallocs = (b - a for a, b in zip(before, self._memory(), strict=True))
         self.out.mkdir(parents=True, exist_ok=True)
         trace = self.out / TRACE_FILE
-        seen.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+        busy = None
+        if self.on_gpu:
+            # The trace is written over by that of eager steps, which tells more.
+            busy = busy_share(self._traced(lambda: make(batch), steps, trace))
+            with emit_nvtx():  # for nsys and ncu, where they look on
+                self._timed(self._eager_step, 2)
+        events = self._traced(self._eager_step, steps, trace)
         return Profile(
             step_ms=step_ms,
             eager_ms=eager_ms,
             parts=parts_of(events, steps, self.on_gpu),
-            busy=busy_share(events) if self.on_gpu else None,
+            busy=busy,
+            eager_busy=busy_share(events) if self.on_gpu else None,
             kernels=longest(events, "kernel" if self.on_gpu else "cpu_op", steps)[:kernels],
+            requests=requests / steps if self.on_gpu else None,
             mallocs=mallocs,
             trace=str(trace),
         )
@@ -130,8 +139,20 @@ class _Looking:
         if self.on_gpu:
             torch.cuda.synchronize()
 
-    def _mallocs(self) -> int:
-        return torch.cuda.memory_stats()["num_device_alloc"] if self.on_gpu else 0
+    def _traced(self, function, times: int, path: Path) -> list[dict[str, Any]]:
+        """What a profiler sees, written to a file, too."""
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
+        with profiler(activities=activities) as seen:
+            self._timed(function, times)
+        seen.export_chrome_trace(str(path))
+        return json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+
+    def _memory(self) -> tuple[int, int]:
+        """Tensors asked for, and calls of cudaMalloc, until now."""
+        if not self.on_gpu:
+            return 0, 0
+        stats = torch.cuda.memory_stats()
+        return stats["allocation.all.allocated"], stats["num_device_alloc"]
 
 
 def parts_of(events: Iterable[dict[str, Any]], steps: int, on_gpu: bool) -> dict[str, Spent]:

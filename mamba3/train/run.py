@@ -179,10 +179,12 @@ class _Run:
                 while not self._fitted(progress and self.ranks.first):
                     pass
             except BaseException:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(Exception):  # what came first is what is told
                     self.states.finish()
                 raise
             self.states.finish()
+        if progress and self.ranks.first:
+            print(f"memory     {memory.report(self.train_step.device)}", file=sys.stderr)
         return self._measure()
 
     def _begin(self) -> None:

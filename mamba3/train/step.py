@@ -62,7 +62,8 @@ class TrainStep:
         optimizer_clips: bool = False,
     ):
         self.model, self.optimizer, self.ranks = model, optimizer, ranks or Ranks()
-        self.forward, self.optimizer_clips = forward or model, optimizer_clips
+        self.forward = model if forward is None else forward
+        self.optimizer_clips = optimizer_clips
         self.precision, self.grad_clip, self.accumulate = precision, grad_clip, accumulate
         self.device = next(model.parameters()).device
         self.scaler = LossScaler(self.device) if precision == "fp16" else None

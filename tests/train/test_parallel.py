@@ -76,6 +76,38 @@ def test_a_signal_ends_all_ranks_with_one_state(make_recipe, tmp_path, read_metr
     assert f"stopped by SIGTERM after step {step}" in output
 
 
+def test_a_rank_that_dies_ends_the_run(make_recipe, tmp_path, read_metrics):
+    """The others end by themselves, soon; what was saved is whole, and the run goes on."""
+    recipe, path, out = make_recipe(), tmp_path / "recipe.yaml", tmp_path / "out"
+    path.write_text(recipe.to_yaml())
+    (tmp_path / "dies.py").write_text(f"""
+import os, signal
+import torch
+from mamba3.cli import main
+from mamba3.train import loop
+
+def learning_rate(index, optim, original=loop.learning_rate):
+    if index == 12 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(index, optim)
+
+torch.set_num_threads(1)
+loop.learning_rate = learning_rate
+raise SystemExit(main(["train", {str(path)!r}, "--out", {str(out)!r}]))
+""")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    began = time.monotonic()
+    done = subprocess.run(
+        [*command, tmp_path / "dies.py"], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode != 0
+    assert time.monotonic() - began < 60
+    assert Checkpoints(out).load().step in (5, 10)
+    train(recipe, tmp_path / "whole", progress=False)
+    train(recipe, out, resume=True, progress=False)
+    assert_near(out, tmp_path / "whole", read_metrics)
+
+
 def test_a_batch_that_is_too_small_is_an_error(make_recipe, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(make_recipe({"data.batch_size": 1}).to_yaml())

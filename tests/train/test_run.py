@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import itertools
 import logging
 import math
@@ -491,6 +492,30 @@ def test_a_spike_without_end_ends_the_run(make_recipe, tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="gone back to step 70 3 times, to no avail"):
         train(make_recipe(changes), tmp_path / "run", progress=False)
     assert last_state(tmp_path / "run").step == 70
+
+
+WAYS = {
+    "parts": {"step.accumulate": 3},
+    "recomputed": {"step.recompute": "full"},
+    "selective": {"step.recompute": "selective", "step.accumulate": 2},
+    "workers": {"data.workers": 2},
+    "compiled": {"step.compile": True},
+    "not recorded": {"step.cache_steps": False},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_compute_a_run_agree(
+    make_recipe, tmp_path, whole_run, read_metrics, monkeypatch, way
+):
+    """Recorded ones are compared in test_train_step, ranks in test_parallel."""
+    compiler = functools.partial(torch.compile, backend="aot_eager")  # needs no C compiler
+    monkeypatch.setattr(torch, "compile", compiler)
+    train(make_recipe(WAYS[way]), tmp_path / "run", progress=False)
+    lines, expected = (read_metrics(out, training=True) for out in (tmp_path / "run", whole_run))
+    for line, other in zip(lines, expected, strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-5), line["step"]
+        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4), line["step"]
 
 
 def test_norms_go_into_the_log(make_recipe, tmp_path, read_metrics):
