@@ -95,8 +95,8 @@ class Compiler:
 def unguarded(ptx: str) -> int:
     """Products that may read shared memory before all threads have written it.
 
-    Triton (3.6 to 3.9 at least) leaves the barrier out where a product's left factor, made by another product, has
-    to change to the tiling of this one.
+    Triton (3.6 to 3.9 at least) leaves the barrier out where a product's left factor, made by
+    another product, has to change to the tiling of this one.
     """
     count, written = 0, False
     for line in ptx.splitlines():
