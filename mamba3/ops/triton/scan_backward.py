@@ -72,16 +72,15 @@ def per_token(rows, Q: tl.constexpr, BR: tl.constexpr):
 
 @triton.jit
 def store_per_stream(ptr, t, column, exists, BR: tl.constexpr, R: tl.constexpr,
-                     WIDTH: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Store t (ROWS, columns), summed over the tokens of a stream, as (R, WIDTH).
-
-    As a product, which exchanges less between threads than sums over rows do.
-    """
-    stream = tl.arange(0, BR if BR > 16 else 16)
-    own = stream[:, None] == (tl.arange(0, t.shape[0]) % BR)[None, :]
-    total = tl.dot(own.to(t.dtype), t, input_precision=PRECISION)
-    at = ptr + (stream * WIDTH)[:, None] + column[None, :]
-    tl.store(at, total, (stream < R)[:, None] & exists[None, :])
+                     WIDTH: tl.constexpr):  # fmt: skip
+    """Store t (ROWS, columns), summed over the tokens of a stream, as (R, WIDTH)."""
+    if BR == 1:
+        tl.store(ptr + column, tl.sum(t, 0), exists)
+    else:
+        t = tl.sum(tl.reshape(t, [t.shape[0] // BR, BR, t.shape[1]]), 0)
+        stream = tl.arange(0, BR)
+        at = ptr + (stream * WIDTH)[:, None] + column[None, :]
+        tl.store(at, t, (stream < R)[:, None] & exists[None, :])
 
 
 @triton.jit
@@ -94,7 +93,7 @@ def params_at(index, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr, MIMO: tl
 def store_maps_gradient(
     turned_ptr, turning_ptr, scaling_ptr, d_bias_ptr, own, m_re, m_im, g_re, g_im, phase,
     R: tl.constexpr, N: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, BR: tl.constexpr,
-    HALF: tl.constexpr, MIMO: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    HALF: tl.constexpr, MIMO: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """From the gradient g of rotated maps m of one chunk and head: all that others need of it.
 
@@ -113,14 +112,14 @@ def store_maps_gradient(
 
     cos, sin = phasors(phase, FAST)
     g_re, g_im = rotate(g_re, g_im, cos, -sin)
-    g_re, g_im = g_re.to(turned_ptr.dtype.element_ty), g_im.to(turned_ptr.dtype.element_ty)
+    DOT = turned_ptr.dtype.element_ty
     at = turned_ptr + ((own * ROWS + row) * N)[:, None]
-    store_pairs(at, g_re, g_im, row[:, None] < ROWS, N, HALF, True, ROWS)
+    store_pairs(at, g_re.to(DOT), g_im.to(DOT), row[:, None] < ROWS, N, HALF, True, ROWS)
     exists = pair < N // 2
     re_channel = pair if MIMO else 2 * pair
     im_channel = pair + N // 2 if MIMO else 2 * pair + 1
-    store_per_stream(d_bias_ptr, g_re, re_channel, exists, BR, R, N, PRECISION)
-    store_per_stream(d_bias_ptr, g_im, im_channel, exists, BR, R, N, PRECISION)
+    store_per_stream(d_bias_ptr, g_re, re_channel, exists, BR, R, N)
+    store_per_stream(d_bias_ptr, g_im, im_channel, exists, BR, R, N)
 
 
 @triton.jit(do_not_specialize=["offset"])
@@ -206,7 +205,7 @@ def inputs_kernel(
             here = real[:, None] & (p < P)[None, :]
             x = tl.load(x_ptr + at, here, 0.0).to(tl.float32)
             d_mimo = d_params_ptr + params_at(index, R, P, N, MIMO) + 2 * R * N + 1
-            store_per_stream(d_mimo, (dv * x).to(DOT), p, p < P, BR, R, P, PRECISION)
+            store_per_stream(d_mimo, dv * x, p, p < P, BR, R, P)
             at = ((head * R + stream) * P)[:, None] + p[None, :]
             dv *= tl.load(mimo_ptr + at, here, 0.0)
             dv = tl.sum(tl.reshape(dv, [Q, BR, BLOCK_P]), 1)
@@ -225,7 +224,7 @@ def inputs_kernel(
         )  # fmt: skip
     store_maps_gradient(
         turned_ptr, turning_ptr, scaling_ptr, d_params_ptr + params_at(index, R, P, N, MIMO), own,
-        k_re, k_im, dk_re, dk_im, phase, R, N, S, ROWS, BR, HALF, MIMO, FAST, PRECISION,
+        k_re, k_im, dk_re, dk_im, phase, R, N, S, ROWS, BR, HALF, MIMO, FAST,
     )  # fmt: skip
 
 
@@ -300,7 +299,7 @@ def readouts_kernel(
     )
     store_maps_gradient(
         turned_ptr, turning_ptr, scaling_ptr, d_params_ptr, own,
-        q_re, q_im, dq_re, dq_im, phase, R, N, S, ROWS, BR, HALF, MIMO, FAST, PRECISION,
+        q_re, q_im, dq_re, dq_im, phase, R, N, S, ROWS, BR, HALF, MIMO, FAST,
     )  # fmt: skip
 
 
