@@ -51,7 +51,7 @@ class Block(nn.Module):
         Returns:
             The stream, and the state if asked for, else None.
         """
-        normed, x = (self.norm(x), x) if added is None else self.norm.add(added, x)
+        normed, x = (self.norm(x), x) if added is None else self.norm(added, residual=x)
         options = {"state": state, "cu_seqlens": cu_seqlens, "return_state": return_state}
         out = self.mixer(normed, **options)
         y, state = out if return_state else (out, None)
@@ -70,5 +70,5 @@ class Block(nn.Module):
         """The residual stream x, with the mixer's output y, and what is still to be added to it."""
         if self.mlp is None:
             return x, y
-        normed, x = self.norm2.add(y, x)
+        normed, x = self.norm2(y, residual=x)
         return x, self.mlp(normed)

@@ -36,13 +36,23 @@ class RMSNorm(nn.Module):
         """Set the weight to 1."""
         nn.init.ones_(self.weight)
 
-    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """Normalise x (..., D), and gate it."""
-        return rms_norm(x, self.weight, self.eps, gate, dtype=autocast_dtype(x))
+    def forward(
+        self, x: Tensor, gate: Tensor | None = None, *, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalise x (..., D), and gate it.
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Add x to the residual stream, both (..., D), and normalise: (normed, residual + x)."""
-        return add_rms_norm(x, residual, self.weight, self.eps, dtype=autocast_dtype(x))
+        With a residual stream (..., D), x is added to it, and their sum is normalised: returns
+        (normed, residual + x).
+
+        Raises:
+            ValueError: a gate and a residual stream, or shapes that do not fit.
+        """
+        if gate is not None and residual is not None:
+            raise ValueError("pass a gate or a residual stream, not both")
+        dtype = autocast_dtype(x)
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps, gate, dtype=dtype)
+        return add_rms_norm(x, residual, self.weight, self.eps, dtype=dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
