@@ -24,6 +24,9 @@ def add(commands) -> None:
     add("--batch-size", type=int, metavar="N", help="rows in a step (32)")
     add("--seed", type=int, help="of the order of the rows (0)")
     add("--valid-fraction", type=float, metavar="F", help="share kept for measuring (0.2)")
+    add(
+        "--lora-rank", type=int, metavar="R", help="train adapters of this rank alone (all weights)"
+    )
     add("--overwrite", action="store_true", help="replace a model that is in DIR")
     add_json(add)
 
@@ -33,7 +36,7 @@ def run(args) -> None:
     from mamba3.eval.exact_match import percent
     from mamba3.train import finetune
 
-    names = ["epochs", "steps", "lr", "batch_size", "seed", "valid_fraction", "device"]
+    names = ["epochs", "steps", "lr", "batch_size", "seed", "valid_fraction", "lora_rank", "device"]
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     result = finetune(args.model, args.data, args.out, overwrite=args.overwrite, **given)
     if args.json:

@@ -206,6 +206,9 @@ class TrainRecipe:
         check_allocations: stop if a step takes memory from the GPU anew once those of its kind have
             been made.
         init_from: name or folder of a model whose weights to start from.
+        lora_rank: rank of low-rank adapters beside all projections, which alone are trained, and
+            merged into the weights when the model is saved; 0 trains all weights.
+        lora_alpha: factor of the adapters, times their rank; None is twice the rank.
         device: such as "cpu" or "cuda"; None takes a GPU if there is one.
         threads: threads of torch during the run; None takes one for a tiny model, else all.
     """
@@ -220,13 +223,15 @@ class TrainRecipe:
     loggers: list = field(default_factory=list)
     check_allocations: bool = False
     init_from: str | None = None
+    lora_rank: int = 0
+    lora_alpha: float | None = None
     device: str | None = None
     threads: int | None = None
 
     def __post_init__(self):
         _coerce_fields(self)
         _check_at_least(self, 1, "steps", "save_every", "keep")
-        _check_at_least(self, 0, "seed", "eval_every", "norms_every")
+        _check_at_least(self, 0, "seed", "eval_every", "norms_every", "lora_rank")
         check_loggers(self.loggers)
         if self.threads is not None:
             _check_at_least(self, 1, "threads")
@@ -255,6 +260,8 @@ class Recipe:
     def __post_init__(self):
         if self.model is None and self.train.init_from is None:
             raise ValueError("the recipe has neither a group 'model' nor train.init_from")
+        if self.train.lora_rank and self.step.parallel != "ddp":
+            raise ValueError(f"train.lora_rank needs step.parallel ddp, got {self.step.parallel}")
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Recipe:

@@ -43,6 +43,7 @@ def finetune(
     batch_size: int = 32,
     seed: int = 0,
     valid_fraction: float = 0.2,
+    lora_rank: int = 0,
     overwrite: bool = False,
     device: str | None = None,
     progress: bool = True,
@@ -63,6 +64,7 @@ def finetune(
         batch_size: rows in a step.
         seed: of the order of the rows.
         valid_fraction: share of the rows kept for validation.
+        lora_rank: rank of low-rank adapters, which alone are trained; 0 trains all weights.
         overwrite: replace the model in `out`, if there is one.
         device: such as "cpu" or "cuda"; None takes a GPU if there is one.
         progress: show a bar on standard error.
@@ -92,7 +94,13 @@ def finetune(
             decay_steps=steps,
             weight_decay=0.01,
         ),
-        train=TrainRecipe(steps=steps, seed=seed, init_from=_name_of(model, folder), device=device),
+        train=TrainRecipe(
+            steps=steps,
+            seed=seed,
+            init_from=_name_of(model, folder),
+            lora_rank=lora_rank,
+            device=device,
+        ),
     )
     result = train(recipe, out, overwrite=overwrite, progress=progress)
     return FinetuneResult(

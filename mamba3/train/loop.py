@@ -19,7 +19,7 @@ from mamba3.train.log import MetricsLog
 from mamba3.train.memory import AllocationGuard
 from mamba3.train.nonfinite import first_nonfinite
 from mamba3.train.norms import GroupNorms
-from mamba3.train.parallel import Ranks, averaging, sharing, spread
+from mamba3.train.parallel import Ranks, averaging, on_stream, own_stream, sharing, spread
 from mamba3.train.parts import RankParts
 from mamba3.train.readings import NotFinite, Readings
 from mamba3.train.spikes import SpikeDetector
@@ -66,6 +66,9 @@ def make_step(
     spread(model, ranks, how.parallel)
     shared = sharing(ranks, how.parallel, optim.grad_clip)
     forward = torch.compile(model) if how.compile else model
+    stream = own_stream(next(model.parameters()).device, ranks, how.parallel)
+    with on_stream(stream):
+        forward = averaging(forward, ranks, how.parallel)
     return TrainStep(
         model,
         make_optimizer(model, optim, extra_bits=half, distributed=shared),
@@ -73,7 +76,8 @@ def make_step(
         grad_clip=optim.grad_clip,
         accumulate=how.accumulate,
         ranks=ranks,
-        forward=averaging(forward, ranks, how.parallel),
+        forward=forward,
+        stream=stream,
         optimizer_clips=isinstance(shared, Sharded),
     )
 

@@ -73,21 +73,36 @@ def spread(model: nn.Module, ranks: Ranks, parallel: str) -> None:
         fully_shard(model)
 
 
+def own_stream(device: torch.device, ranks: Ranks, parallel: str) -> torch.cuda.Stream | None:
+    """The stream that steps run on; None is the current one.
+
+    DistributedDataParallel keeps what accumulates gradients, and that keeps the stream it was made
+    on. Were it the default one, steps could not be recorded; were it another one than the steps',
+    every gradient would have two streams wait for each other.
+    """
+    if device.type != "cuda" or ranks.world == 1 or parallel != "ddp":
+        return None
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Work on a stream, after what the current one has to do, and before what it will have."""
+    if stream is None or (current := torch.cuda.current_stream(stream.device)) == stream:
+        yield
+        return
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
 def averaging(forward: nn.Module, ranks: Ranks, parallel: str) -> nn.Module:
     """What computes the loss, with gradients that are averaged over ranks if they are to be."""
     if ranks.world == 1 or parallel != "ddp":
         return forward
-    if next(forward.parameters()).device.type == "cpu":
-        return DistributedDataParallel(forward, gradient_as_bucket_view=True)
-    # Recorded steps run on a stream of their own; what is made on the default one, as gradients'
-    # accumulators here, could not be part of them.
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        # Buckets are the gradients, which are then not copied.
-        averaged = DistributedDataParallel(forward, gradient_as_bucket_view=True)
-    torch.cuda.current_stream().wait_stream(stream)
-    return averaged
+    # Buckets are the gradients.
+    return DistributedDataParallel(forward, gradient_as_bucket_view=True)
 
 
 def sharing(ranks: Ranks, parallel: str, max_norm: float | None) -> Replicated | Sharded | None:

@@ -31,6 +31,7 @@ from mamba3.train.checkpoint import Checkpoints, SavedState
 from mamba3.train.config import OPTIMIZERS, Recipe
 from mamba3.train.log import open_log
 from mamba3.train.loop import fit, make_step
+from mamba3.train.lora import add_adapters, merged
 from mamba3.train.panel import start_panel
 from mamba3.train.parallel import Ranks, ranks_of, whole_model
 from mamba3.train.readings import Spike
@@ -272,7 +273,7 @@ class _Run:
             self.best = {"step": step, "score": measured.score}
         # The state goes first: whatever stops the run in between, it can be resumed.
         self._save_state()
-        model = whole_model(self.model)
+        model = merged(whole_model(self.model))
         if self.ranks.first:
             for folder in (self.out, self.out / BEST)[: 1 + better]:
                 self._save_model(model, folder)
@@ -336,6 +337,14 @@ class _Run:
 
 def build_model(recipe: Recipe, task: Task, resume: bool = False) -> Mamba3LM:
     """A model for a task, with the weights that the run begins with unless it is resumed."""
+    model = _plain_model(recipe, task, resume)
+    if (rank := recipe.train.lora_rank) > 0:
+        alpha = recipe.train.lora_alpha
+        add_adapters(model, rank, 2 * rank if alpha is None else alpha)
+    return model
+
+
+def _plain_model(recipe: Recipe, task: Task, resume: bool) -> Mamba3LM:
     base = None if resume else recipe.train.init_from
     wanted = None if recipe.model is None else recipe.architecture(task.vocab_size)
     if base is None:

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 from mamba3.data.problems import Batch
 from mamba3.optim import HybridOptimizer
 from mamba3.optim.pieces import local
-from mamba3.train.parallel import Ranks, whole
+from mamba3.train.parallel import Ranks, on_stream, whole
 from mamba3.train.parts import Part, split
 from mamba3.train.precision import LossScaler, autocast
 
@@ -46,6 +46,7 @@ class TrainStep:
         accumulate: parts that a rank's rows are computed in, one after the other.
         ranks: of this run, each of which computes its rows of every batch; None is one.
         forward: what computes the loss, where that is a wrapper of the model.
+        stream: of a GPU to run on; None is the current one.
         optimizer_clips: the optimizer averages the gradients, and clips what comes of them.
     """
 
@@ -59,11 +60,12 @@ class TrainStep:
         accumulate: int = 1,
         ranks: Ranks | None = None,
         forward: nn.Module | None = None,
+        stream: torch.cuda.Stream | None = None,
         optimizer_clips: bool = False,
     ):
         self.model, self.optimizer, self.ranks = model, optimizer, ranks or Ranks()
         self.forward = model if forward is None else forward
-        self.optimizer_clips = optimizer_clips
+        self.stream, self.optimizer_clips = stream, optimizer_clips
         self.precision, self.grad_clip, self.accumulate = precision, grad_clip, accumulate
         self.device = next(model.parameters()).device
         self.scaler = LossScaler(self.device) if precision == "fp16" else None
@@ -86,6 +88,10 @@ class TrainStep:
 
     def run(self, parts: Sequence[Part]) -> StepOutput:
         """The device's work of a step, after `optimizer.advance()`."""
+        with on_stream(self.stream):
+            return self._run(parts)
+
+    def _run(self, parts: Sequence[Part]) -> StepOutput:
         self.optimizer.zero_grad(set_to_none=True)
         losses = []
         for part in parts:

@@ -138,7 +138,8 @@ class Recording:
 
     def __init__(self, step: TrainStep, parts: Sequence[Part], record: Callable, pool: Any):
         self._parts = [Part(*(None if t is None else t.clone() for t in part)) for part in parts]
-        self._replay = record(lambda: step.run(self._parts), step.device, pool=pool)
+        options = {} if step.stream is None else {"stream": step.stream}
+        self._replay = record(lambda: step.run(self._parts), step.device, pool=pool, **options)
 
     def __call__(self, parts: Sequence[Part]) -> StepOutput:
         """Make the step on a batch."""
