@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from mamba3.ops.recording import keeping
+
 
 def record(
     function: Callable[[], Any],
@@ -34,16 +36,26 @@ def record(
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         before = generator.clone_state()
         try:
-            with torch.cuda.graph(
-                graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+            with (
+                keeping() as kept,
+                torch.cuda.graph(
+                    graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+                ),
             ):
                 output = function()
         except BaseException:
             generator.graphsafe_set_state(before)
             raise
 
-    def replay() -> Any:
-        graph.replay()
-        return output
+    return _Replay(graph, output, kept)
 
-    return replay
+
+class _Replay:
+    """Does recorded work; `kept` is what it reads that no one else may hold any longer."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, output: Any, kept: list[Any]):
+        self._graph, self._output, self._kept = graph, output, kept
+
+    def __call__(self) -> Any:
+        self._graph.replay()
+        return self._output

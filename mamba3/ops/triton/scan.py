@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..recording import keep
 from . import chunk, scan_backward, scan_forward
 from .launch import Launcher, compile_all, facts, stride_unit, token_stride
 
@@ -141,7 +142,9 @@ class Scan:
     @classmethod
     def of(cls, inputs: Inputs, bounds: Sequence[int], chunk_size: int | None) -> Scan:
         """The scan of these inputs, or the one made for others of the same sizes."""
-        return cls._cached(facts(*inputs), bounds, chunk_size, PROGRAMS_PER_SM)
+        scan = cls._cached(facts(*inputs), bounds, chunk_size, PROGRAMS_PER_SM)
+        keep(scan)  # its layout is read by kernels
+        return scan
 
     # By all that compiled kernels depend on: launchers, and what `prepare` has compiled.
     _launchers: ClassVar[dict] = {}
