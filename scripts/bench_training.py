@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument(
         "--form", choices=FORMS, nargs="+", default=list(FORMS), help="which models"
     )
-    parser.add_argument("--rows", nargs="+", help="which rows of the table (all)")
+    parser.add_argument("--rows", nargs="+", help="which rows of the table, or data (all)")
     parser.add_argument("--batch", type=int, default=8, help="sequences a GPU (%(default)s)")
     parser.add_argument("--length", type=int, default=2048, help="of a sequence (%(default)s)")
     parser.add_argument("--json", help="also write the results to this file")
@@ -120,7 +120,7 @@ def main() -> None:
             rows += together(form, args, ranks)
         else:
             rows += alone(form, args)
-    if ranks.world == 1:
+    if ranks.world == 1 and (not args.rows or "data" in args.rows):
         data_waits(args)
     if args.json and ranks.first:
         rows_ = [row._asdict() for row in rows]
@@ -155,6 +155,9 @@ def together(form: str, args, ranks: Ranks) -> list[Row]:
     name, (optimizer, how) = "one GPU, recorded", ROWS["bf16, recorded"]
     one, _ = measure(form, name, optimizer, how, args.batch, args.length)
     show_row(ranks, one)
+    slowest = torch.tensor(one.step_ms, device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    show(ranks, f"{'':34}the slowest GPU alone: {slowest.item():.1f} ms")
     batch = args.batch * ranks.world
     parts = how | {"accumulate": ranks.world}
     wanted = {
