@@ -19,9 +19,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from mamba3.data.problems import Batch
 
@@ -138,7 +139,7 @@ class AsyncBatches:
             raise RuntimeError(f"batch {number} could not be made: {batch.error}") from (
                 RuntimeError(f"where it was made:\n{batch.trace}")
             )
-        return _each(batch, lambda t: t.to(self.device))
+        return _each(batch, Tensor, lambda t: t.to(self.device))
 
     def _number(self, index: int) -> int:
         return index * self._world + self._rank
@@ -153,7 +154,7 @@ class AsyncBatches:
                 cause = str(error)
             else:
                 self._fetched += 1
-                return batch
+                return _each(batch, np.ndarray, torch.from_numpy)
             self._start_again(cause)
 
     def _start_again(self, cause: str) -> None:
@@ -189,6 +190,7 @@ class AsyncBatches:
             batch_size=None,
             sampler=range(self._number(self._fetched), sys.maxsize, self._world),
             num_workers=self._workers,
+            collate_fn=_as_it_is,
             # Otherwise it draws from the generator that the model's randomness comes from.
             generator=torch.Generator(),
             **processes,
@@ -211,7 +213,10 @@ class _Made(Dataset):
 
     def __getitem__(self, number: int) -> Batch | _Failure:
         try:
-            return self.batches(number)
+            batch = self.batches(number)
+            # Arrays travel by value. A tensor would by shared memory, which takes longer for each
+            # than most batches take to be made.
+            return _each(batch, Tensor, Tensor.numpy) if get_worker_info() else batch
         except Exception as error:
             return _Failure(f"{type(error).__name__}: {error}", traceback.format_exc())
 
@@ -251,18 +256,22 @@ class _Ahead:
 
         self._stream.wait_stream(caller)
         with torch.cuda.stream(self._stream):
-            moved = _each(batch, copied)
+            moved = _each(batch, Tensor, copied)
         return moved, self._stream.record_event()
 
 
-def _each(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The batch, of nested tuples, with a function of each of its tensors."""
-    if isinstance(batch, Tensor):
+def _each(batch: Any, kind: type, function: Callable) -> Any:
+    """The batch, of nested tuples, with a function of each thing of a kind in it."""
+    if isinstance(batch, kind):
         return function(batch)
-    if not isinstance(batch, tuple | list):  # a DataLoader makes lists of plain tuples
+    if not isinstance(batch, tuple):
         return batch
-    items = [_each(item, function) for item in batch]
+    items = [_each(item, kind, function) for item in batch]
     return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def _context():

@@ -142,7 +142,7 @@ class _Looking:
     def _traced(self, function, times: int, path: Path) -> list[dict[str, Any]]:
         """What a profiler sees, written to a file, too."""
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
-        with profiler(activities=activities) as seen:
+        with profiler(activities=activities, acc_events=True) as seen:  # else torch 2.11 warns
             self._timed(function, times)
         seen.export_chrome_trace(str(path))
         return json.loads(path.read_text(encoding="utf-8"))["traceEvents"]

@@ -24,6 +24,8 @@ AHEAD = 2
 WORTH_SAYING = 0.02
 
 
+# Times that a loss scale can be halved until it is 1.
+HALVINGS = 24
 # What is said of a batch that gives finite numbers when it is gone through once more: later steps
 # may have changed the weights.
 NOT_AGAIN = "it did not happen again when the batch was tried once more"
@@ -98,7 +100,7 @@ class Readings:
         self.log, self.bar, self.how, self.skipped = log, bar, how, skipped
         self.spikes, self.mfu = spikes, mfu
         self.loss: float | None = None
-        self.left_out = 0
+        self.left_out = self._in_a_row = 0
         self._pending: deque[_Pending] = deque()
         self._last = self._began = time.perf_counter()
         self._waited = 0.0
@@ -181,8 +183,13 @@ class Readings:
         for name, value in (("loss", loss), ("gradient norm", norm)):
             if math.isfinite(value):
                 continue
-            if self.how.nonfinite == "skip":
+            self._in_a_row += 1
+            # Scaled gradients of float16 overflow now and then; the scale is halved, and the step
+            # left out. No scale is too large after so many times.
+            overflow = self.how.precision == "fp16" and math.isfinite(loss)
+            if self.how.nonfinite == "skip" or (overflow and self._in_a_row <= HALVINGS):
                 self.left_out += 1
                 return False
             raise NotFinite(f"{name} is {value}", step, step - 1 + self.skipped)
+        self._in_a_row = 0
         return True

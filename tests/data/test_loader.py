@@ -47,7 +47,7 @@ def test_order_and_content(name, workers):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_parts_of_batches_go_to_the_device_whole(workers):
-    """Tuples of tuples, of which a DataLoader makes lists; "meta" stands for a GPU where none is."""
+    """Tuples in tuples; "meta" stands for a GPU where there is none."""
     stream, device = STREAMS["curriculum"], "cuda" if DEVICE == "cuda" else "meta"
     with AsyncBatches(RankParts(stream, 0, 1, 2), workers=workers, device=device) as batches:
         got = [next(batches) for _ in range(3)]

@@ -11,7 +11,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
 KERNELS = {
     "maps_kernel", "weights_kernel", "phase_kernel", "states_kernel", "carry_kernel",
-    "outputs_kernel", "inputs_kernel", "readouts_kernel", "later_kernel", "sums_kernel",
+    "outputs_kernel", "inputs_kernel", "readouts_kernel", "turn_back_kernel", "sums_kernel",
 }  # fmt: skip
 
 
