@@ -509,6 +509,7 @@ def test_ways_to_compute_a_run_agree(
     make_recipe, tmp_path, whole_run, read_metrics, monkeypatch, way
 ):
     """Recorded ones are compared in test_train_step, ranks in test_parallel."""
+    torch._dynamo.reset()  # what other tests have compiled counts towards its limit
     compiler = functools.partial(torch.compile, backend="aot_eager")  # needs no C compiler
     monkeypatch.setattr(torch, "compile", compiler)
     train(make_recipe(WAYS[way]), tmp_path / "run", progress=False)
