@@ -68,17 +68,26 @@ def load_pretrained(
     _check_fit(model, tensors, f"{source} does not fit {CONFIG}")
 
     wide = model.float32_parameter_names()
-    parameters = {}
     for name in list(tensors):
-        tensor = tensors.pop(name)
+        tensor = tensors[name]
         target = dtype or tensor.dtype
         if name in wide:
             target = torch.promote_types(target, torch.float32)
         # Copied even where nothing changes: the tensor may be a view of the mapped file, and what
         # happens to the file later must not reach the model.
-        tensor = tensor.to(device=device or "cpu", dtype=target, copy=True)
-        parameters[name] = torch.nn.Parameter(tensor)
-    if config.tie_embeddings:
+        tensors[name] = tensor.to(device=device or "cpu", dtype=target, copy=True)
+    return filled(model, tensors)
+
+
+def filled(model: Mamba3LM, tensors: dict[str, torch.Tensor]) -> Mamba3LM:
+    """A model with these tensors themselves for its parameters, in evaluation mode.
+
+    Args:
+        model: on the meta device.
+        tensors: by name; where the head is tied, the embedding's is taken for both.
+    """
+    parameters = {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
+    if model.config.tie_embeddings:
         parameters[HEAD] = parameters[EMBEDDING]
     model.load_state_dict(parameters, assign=True)
     return model.eval()

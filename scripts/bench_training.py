@@ -206,14 +206,14 @@ def measure(
         losses.append(output.loss.clone())
 
     torch.cuda.reset_peak_memory_stats()
-    before = counts()
+    before = memory.requests_and_mallocs()
     warm = (WARM_UP if step.ranks.world == 1 else RANKS_WARM_UP) + 2
     for index in range(warm):
         one(index)
-    first = counts()
+    first = memory.requests_and_mallocs()
     for index in range(warm, warm + timed):
         one(index)
-    last = counts()
+    last = memory.requests_and_mallocs()
     median = statistics.median(times[warm:])
     return Row(
         form=form,
@@ -230,12 +230,6 @@ def measure(
         busy=busy(lambda index: make.make(parts[index % 4])),
         loss=losses[-1].item(),
     ), torch.stack(losses).cpu()
-
-
-def counts() -> tuple[int, int]:
-    """Tensors asked for, and calls of cudaMalloc."""
-    stats = torch.cuda.memory_stats()
-    return stats["allocation.all.allocated"], stats["num_device_alloc"]
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from mamba3.data.problems import Batch
 from mamba3.optim import ANVIL, HybridOptimizer, Sharded
 from mamba3.progress import progress_bar
 from mamba3.train.config import OptimRecipe, Recipe, StepRecipe
-from mamba3.train.flops import mfu, peak_flops
+from mamba3.train.flops import mfu
 from mamba3.train.log import MetricsLog
 from mamba3.train.memory import AllocationGuard
 from mamba3.train.nonfinite import first_nonfinite
@@ -82,15 +82,17 @@ def make_step(
     )
 
 
-def _mfu_of(step: TrainStep, recipe: Recipe) -> Callable[[float], float] | None:
-    """The share of the GPUs' arithmetic that tokens a second make use of; None where unknown."""
-    precision, world = recipe.step.precision, step.ranks.world
-    if peak_flops(step.device, precision) is None:
-        return None
-    # Where lengths vary, all positions are taken to be predicted.
-    config, length = step.model.config, recipe.data.length or 1 << 20
-    options = {"device": step.device, "precision": precision, "ranks": world}
-    return lambda speed: mfu(speed, config, length, **options)
+def _mfu_of_a_token(step: TrainStep, recipe: Recipe) -> float | None:
+    """The share of the GPUs' arithmetic that a token a second makes use of; None where unknown."""
+    return mfu(
+        1.0,
+        step.model.config,
+        # Where lengths vary, all positions are taken to be predicted.
+        recipe.data.length or 1 << 20,
+        device=step.device,
+        precision=recipe.step.precision,
+        ranks=step.ranks.world,
+    )
 
 
 class Watch(Protocol):
@@ -151,7 +153,7 @@ def fit(
     data = AsyncBatches(stream, start, workers=recipe.data.workers, device=step.device)
     with data, progress_bar(progress, total=steps, initial=start, unit="step") as bar:
         readings = Readings(
-            log, bar, how, skipped=skipped, spikes=spikes, mfu=_mfu_of(step, recipe)
+            log, bar, how, skipped=skipped, spikes=spikes, mfu=_mfu_of_a_token(step, recipe)
         )
         step.model.train()
         for index in range(start, steps):

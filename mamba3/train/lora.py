@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from mamba3.hub import filled
 from mamba3.models.lm import Mamba3LM
 
 # The projections of mixers and MLPs.
@@ -54,12 +55,8 @@ def merged(model: nn.Module) -> nn.Module:
             delta = sum(adapted[module].get_delta_weight(one) for one in adapted[module].lora_A)
             tensor = tensor + delta.to(tensor.dtype)
         weights[name.replace(".base_layer.", ".")] = tensor
-    plain = Mamba3LM(model.config, device="meta")
-    if model.config.tie_embeddings:
-        weights["lm_head.weight"] = weights["backbone.embedding.weight"]
-    parameters = {id(t): nn.Parameter(t) for t in weights.values()}
-    plain.load_state_dict({name: parameters[id(t)] for name, t in weights.items()}, assign=True)
-    _check_same(model, plain.eval())
+    plain = filled(Mamba3LM(model.config, device="meta"), weights)
+    _check_same(model, plain)
     return plain
 
 

@@ -43,6 +43,12 @@ def _apply(settings: str) -> None:
     (apply or torch.cuda.memory._set_allocator_settings)(settings)
 
 
+def requests_and_mallocs() -> tuple[int, int]:
+    """Tensors that the current GPU's allocator was asked for until now, and calls of cudaMalloc."""
+    stats = torch.cuda.memory_stats()
+    return stats["allocation.all.allocated"], stats["num_device_alloc"]
+
+
 class AllocationGuard:
     """Sees to it that steps take no memory from the GPU anew once those of their kind were made.
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mamba3.hub import filled
 from mamba3.models.lm import Mamba3LM
 from mamba3.optim import Replicated, Sharded
 
@@ -118,15 +119,8 @@ def whole_model(model: nn.Module) -> nn.Module:
     """The model itself, or one with all its weights where they are spread; for all ranks to ask."""
     if not any(hasattr(p, "full_tensor") for p in model.parameters()):
         return model
-    copy = Mamba3LM(model.config, device="meta")
-    parameters: dict[int, nn.Parameter] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        if id(p) not in parameters:
-            parameters[id(p)] = nn.Parameter(whole(p.detach()))
-        copy.get_submodule(name.rpartition(".")[0]).register_parameter(
-            name.rpartition(".")[2], parameters[id(p)]
-        )
-    return copy.eval()
+    weights = {name: whole(p.detach()) for name, p in model.named_parameters()}
+    return filled(Mamba3LM(model.config, device="meta"), weights)
 
 
 def whole(t: Tensor) -> Tensor:

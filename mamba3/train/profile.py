@@ -17,6 +17,7 @@ from mamba3.ops.dispatch import default_device
 from mamba3.threads import limited_threads, worthwhile_threads
 from mamba3.train.config import Recipe
 from mamba3.train.loop import make_step
+from mamba3.train.memory import requests_and_mallocs
 from mamba3.train.run import build_model, own_rng
 from mamba3.train.step import RANGES
 from mamba3.train.step_cache import WARM_UP, CachedStep
@@ -148,11 +149,7 @@ class _Looking:
         return json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
 
     def _memory(self) -> tuple[int, int]:
-        """Tensors asked for, and calls of cudaMalloc, until now."""
-        if not self.on_gpu:
-            return 0, 0
-        stats = torch.cuda.memory_stats()
-        return stats["allocation.all.allocated"], stats["num_device_alloc"]
+        return requests_and_mallocs() if self.on_gpu else (0, 0)
 
 
 def parts_of(events: Iterable[dict[str, Any]], steps: int, on_gpu: bool) -> dict[str, Spent]:

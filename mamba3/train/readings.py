@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -84,7 +84,7 @@ class Readings:
             skipped, whom the optimizer has left out in any case; a `Spike` if it is looked for.
         skipped: number of step n's batch is n - 1 + skipped.
         spikes: the losses before.
-        mfu: share of the GPU's arithmetic that tokens a second make use of; None shows none.
+        mfu: share of the GPUs' arithmetic that a token a second makes use of; None shows none.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Readings:
         *,
         skipped: int = 0,
         spikes: SpikeDetector | None = None,
-        mfu: Callable[[float], float] | None = None,
+        mfu: float | None = None,
     ):
         self.log, self.bar, self.how, self.skipped = log, bar, how, skipped
         self.spikes, self.mfu = spikes, mfu
@@ -168,7 +168,7 @@ class Readings:
     def _text(self, pending: _Pending, speed: float) -> str:
         parts = [f"loss {self.loss:.4f}", f"lr {pending.lr:.1e}", f"{speed:,.0f} tokens/s"]
         if self.mfu is not None:
-            parts.append(f"{self.mfu(speed):.0%} MFU")
+            parts.append(f"{self.mfu * speed:.0%} MFU")
         if pending.values.is_pinned():
             parts.append(f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
         share = self._waited / (self._last - self._began)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from mamba3 import hub, zoo
 from mamba3.atomic import replace_text
@@ -264,7 +265,8 @@ class _Run:
             self._save_state()
             self.states.finish()
             raise Stopped(self.stopped_by, step, str(self.out))
-        measured = self._measure()
+        model = self._whole_model()
+        measured = self._measure(model)
         self.log.write(step, **measured.values)
         if not self._saves(step):
             return
@@ -273,7 +275,7 @@ class _Run:
             self.best = {"step": step, "score": measured.score}
         # The state goes first: whatever stops the run in between, it can be resumed.
         self._save_state()
-        model = merged(whole_model(self.model))
+        model = merged(model)
         if self.ranks.first:
             for folder in (self.out, self.out / BEST)[: 1 + better]:
                 self._save_model(model, folder)
@@ -286,11 +288,19 @@ class _Run:
         every = self.recipe.train.eval_every
         return bool(every) and step % every == 0
 
-    def _measure(self) -> Measured:
-        """How the model does after the present step; measured once a step."""
+    def _whole_model(self) -> nn.Module:
+        """The model with all its weights, up to date, which all ranks must ask for."""
+        self.train_step.optimizer.wait()
+        return whole_model(self.model)
+
+    def _measure(self, model: nn.Module | None = None) -> Measured:
+        """How the model does after the present step; measured once a step.
+
+        Args:
+            model: what `_whole_model` gave, where it was asked for already.
+        """
         if self.measured_step != self.step:
-            self.train_step.optimizer.wait()
-            self.measured = self.task.measure(whole_model(self.model))
+            self.measured = self.task.measure(self._whole_model() if model is None else model)
             self.measured_step = self.step
         return self.measured
 
