@@ -101,7 +101,9 @@ def test_a_killed_worker_loses_nothing():
         got = numbers(batches, 3)
         os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
         time.sleep(0.3)  # its death raises nothing here
-        with pytest.warns(RuntimeWarning, match="started again at batch [0-9]+, and no"):
+        # Four more were under way, and may be there: what it was to make next is 7 or 8, and one
+        # more is on its way to a GPU.
+        with pytest.warns(RuntimeWarning, match="started again at batch [3-9], and no"):
             got += numbers(batches, 8)
         got += numbers(batches, 5)
     assert got == list(range(len(got)))
