@@ -278,7 +278,7 @@ class TMamba3Layer(nn.Module):
         # B_norm and C_norm at once; decoding is bound by the number of operations.
         wide = self.dt_bias.dtype
         norms = torch.stack((self.B_norm.weight, self.C_norm.weight)).to(wide)
-        b, c = rms_norm(maps, norms[:, None, None], config.norm_eps).unbind(-4)
+        b, c = rms_norm(maps, norms[:, None, None], config.norm_eps, dtype=maps.dtype).unbind(-4)
         steered = steering(raw, self.dt_bias, config.a_activation, config.a_floor)
         options = {
             "mimo": (self.mimo_x, self.mimo_z, self.mimo_o) if config.is_mimo else None,

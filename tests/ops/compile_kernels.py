@@ -11,6 +11,7 @@ prints how many compiled forms all launches at all the lengths need.
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import torch
@@ -34,6 +35,8 @@ FORMS = {
     "siso-float32": {"headdim": 64, "d_state": 128, "angles": 32, "dtype": torch.float32},
     "siso-N256": {"headdim": 128, "d_state": 256, "angles": 64, "dtype": torch.bfloat16},
     "siso-small": {"headdim": 32, "d_state": 64, "angles": 16, "dtype": torch.bfloat16},
+    "siso-N64": {"headdim": 64, "d_state": 64, "angles": 16, "dtype": torch.bfloat16},
+    "mimo-P32": {"headdim": 32, "d_state": 128, "angles": 32, "dtype": torch.bfloat16, "rank": 4},
     "mimo-odd": {"headdim": 6, "d_state": 10, "angles": 3, "dtype": torch.float16, "rank": 3},
 }
 LOSSES = {
@@ -59,6 +62,11 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+# Of Hopper's machine code: an instruction and its operands; uniform registers as they are read.
+INSTRUCTION = re.compile(r"([A-Z][A-Z0-9_.]*) +([^;]+);")
+UNIFORM = re.compile(r"UR(\d+)")
+USES = re.compile(r"(gdesc\[|desc\[)?UR(\d+)")
+TO_UNIFORM = ("U", "R2UR", "S2UR", "CS2UR", "VOTEU", "REDUX", "LDCU")
 
 
 class Compiler:
@@ -89,7 +97,9 @@ class Compiler:
         source = ASTSource(kernel, signature, constants, aligned)
         compiled = triton.compile(source, target=self.target, options=options)
         found = {"kernel": kernel.__name__, "shared": compiled.metadata.shared}
-        print(json.dumps(found | {"unguarded": unguarded(compiled.asm["ptx"])}), flush=True)
+        found |= {"unguarded": unguarded(compiled.asm["ptx"])}
+        found |= {"unset": unset_registers(compiled.asm["sass"])}
+        print(json.dumps(found), flush=True)
 
 
 def unguarded(ptx: str) -> int:
@@ -107,6 +117,35 @@ def unguarded(ptx: str) -> int:
         elif "wgmma.mma_async" in line:
             count, written = count + written, False
     return count
+
+
+def unset_registers(sass: str) -> list[str]:
+    """Instructions that read a uniform register which none before them has written.
+
+    Hopper's products find their factors in shared memory by addresses in such registers. ptxas 12.8
+    (not 12.9) loses one where factors of several widths lie at the same address: what is multiplied
+    then depends on which kernel ran before, and may be outside the program's memory.
+    """
+    written, found = set(), []
+    for line in sass.splitlines():
+        match = INSTRUCTION.search(line)
+        if match is None:
+            continue
+        name, operands = match[1], [one.strip() for one in match[2].split(",")]
+        target = UNIFORM.fullmatch(operands[0]) if name.startswith(TO_UNIFORM) else None
+        pair = ".64" in name and name.startswith("U")
+        read = set()
+        for before, first in USES.findall(",".join(operands[target is not None :])):
+            # Of the two factors' addresses, the left one is not read if that is in registers.
+            start = 2 if before == "gdesc[" and "gdesc" in "".join(operands[2:]) else 0
+            stop = {"gdesc[": 4, "desc[": 2}.get(before, 1 + pair)
+            read |= {int(first) + i for i in range(start, stop)}
+        if not read <= written:
+            found.append(match[0])
+        if target is not None:
+            wide = 2 if ".64" in name or ".WIDE" in name else 1
+            written |= {int(target[1]) + i for i in range(wide)}
+    return found
 
 
 def compiled_forms(lengths) -> set:

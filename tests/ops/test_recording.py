@@ -5,7 +5,7 @@ import threading
 import weakref
 
 import torch
-from compare import call_arguments, gradients, scan_inputs
+from compare import DEVICE, call_arguments, gradients, scan_inputs
 
 from mamba3.ops import mamba3_scan, use_backend
 from mamba3.ops.recording import keep, keeping
@@ -15,6 +15,7 @@ def test_the_layout_of_a_scan_outlives_its_cache():
     from mamba3.ops.triton.scan import Scan, layout
 
     tensors, _ = scan_inputs(length=9, heads=2, dtype=torch.float32)
+    tensors = {k: v.detach().to(DEVICE).requires_grad_() for k, v in tensors.items()}
     with use_backend("triton"), keeping() as kept:
         y, _ = mamba3_scan(**call_arguments(tensors))
         gradients((y,), tensors)

@@ -27,12 +27,9 @@ CONFIGS = {
     "outputs": (4, 1),
     "readouts": (4, 1),
     "inputs": (4, 1),
-    "turn_back": (1, 1),
 }
-# Rows that `turn_back_kernel` takes at a time.
-PIECE = 4
-# Elements of dk and dq that exist at a time; 128 MB.
-SLAB_ELEMENTS = 1 << 25
+# Elements of dk and dq that exist at a time; 256 MB in half precision.
+SLAB_ELEMENTS = 1 << 27
 
 
 @dataclass(frozen=True)
@@ -44,20 +41,23 @@ class Tiles:
     block_p: int
     half: int
     angles: int
-    still: int
 
     @classmethod
     def of(cls, rank, headdim, d_state, angles, dtype, chunk_size) -> Tiles:
-        half = max(16, triton.next_power_of_2(d_state // 2))
+        # Products of 64 rows of half precision are made by Hopper's warp groups. Where factors in
+        # one kernel differ in width up to 64, ptxas before 12.9 loses the address of one, and
+        # multiplies by what lies elsewhere: they are all padded to that.
+        least = 16 if dtype == torch.float32 else 64
+        half = max(least, triton.next_power_of_2(d_state // 2))
         br = triton.next_power_of_2(rank)
         # Tiles of float32 are twice as large in shared memory, as are those of a wide state.
         narrow = dtype == torch.float32 or half > 64
         rows = max(32 if narrow else 64, br)
+        widest = 32 if dtype == torch.float32 or rows == 32 else 64
+        block_p = min(widest, max(least, triton.next_power_of_2(headdim)))
         if chunk_size is not None:
             rows = min(rows, max(16, br * triton.next_power_of_2(chunk_size)))
-        block_p = min(32 if narrow else 64, max(16, triton.next_power_of_2(headdim)))
-        pairs = (triton.next_power_of_2(max(1, n)) for n in (angles, d_state // 2 - angles))
-        return cls(rows, br, block_p, half, *pairs)
+        return cls(rows, br, block_p, half, triton.next_power_of_2(max(1, angles)))
 
     @property
     def chunk_size(self) -> int:
@@ -195,11 +195,8 @@ class Scan:
         native = native and not triton.knobs.runtime.interpret
         sizes = {"R": self.rank, "G": groups, "N": self.d_state, "HALF": tiles.half, "MIMO": mimo}
         self.copied = sizes | {"UNIT": maps_unit, "BLOCK": 32, "num_warps": 4}
+        self.phased = {"S": self.angles, "BLOCK_S": tiles.angles}
         self.summed = sizes | {"S": self.angles, "ROWS": tiles.rows, "BR": tiles.br}
-        self.turned = self.summed | {"P": self.headdim, "FAST": native}
-        self.turned |= {"PIECE": max(PIECE, tiles.br), "BLOCK_S": tiles.angles}
-        self.turned |= {"STILL": tiles.still}
-        del self.turned["HALF"]
         self.full = self.summed | {"P": self.headdim, "BLOCK_P": tiles.block_p, "UNIT": unit}
         self.full |= {"FAST": native, "PRECISION": "tf32x3" if native else "ieee"}
         kinds = (None if f is None else (f[0], f[3]) for f in known)
@@ -263,14 +260,13 @@ class Scan:
         self.launch(
             chunk.weights_kernel, (self.count * heads,),
             dt, a, lam, rate, table, weights, turns, phase,
-            *self.weights_strides, self.rate_stride, heads,
-            S=angles, Q=size, BLOCK_S=self.tiles.angles, num_warps=1,
+            *self.weights_strides, self.rate_stride, heads, **self.phased, Q=size, num_warps=1,
         )  # fmt: skip
         started = phase0 is not None
         self.launch(
             chunk.phase_kernel, (self.sequences * heads,),
             phase, phase0 if started else final, final, sequences, heads, variant=started,
-            S=angles, BLOCK_S=self.tiles.angles, BLOCK_C=32, HAS_START=started, num_warps=4,
+            **self.phased, BLOCK_C=32, HAS_START=started, num_warps=4,
         )  # fmt: skip
         return Chunks(maps, weights, turns, phase), _shaped(final, self.sequences, heads, angles)
 
@@ -341,39 +337,39 @@ class Scan:
             torch.empty(t.shape, dtype=t.dtype, device=self.device)
             for t in (x, b, c, rate, dt, a, lam)
         )
-        d_weights, border, d_params, d_rates, turned = self._floats(
+        turns, scales, plane = (slab * heads * n for n in (size * angles, size, rows * d_state))
+        d_weights, border, d_params, *sums = self._floats(
             count * heads * 4 * size, count * heads * (angles + 1), count * heads * sum(params),
-            slab * heads * size * angles, 2 * slab * heads * rows * d_state,
+            turns, turns, scales, scales,
         )  # fmt: skip
-        plane, piece = slab * heads * rows * d_state, min(8, rows)
-        ended = tail is not None
-        common = (x, dy, inputs.mimo, inputs.b_bias)
+        k_turning, q_turning, k_scaling, q_scaling = sums
+        turned = torch.empty(2 * plane, dtype=self.dtype, device=self.device)
+        ended, piece = tail is not None, min(8, rows)
         for first in reversed(range(0, count, slab)):
             programs = min(slab, count - first) * heads
             sizes = (self.x_stride, heads, self.per_group, first)
             self.launch(
                 scan_backward.readouts_kernel, (programs,),
-                *common, *chunks, table, *states, *d_states,
-                turned[plane:], border, d_params, *sizes,
+                x, dy, inputs.mimo, inputs.b_bias, inputs.c_bias, *chunks, table,
+                *states, *d_states, turned[plane:], q_turning, q_scaling, border, d_params, *sizes,
                 **self.full, **self._config("readouts"), PARTS=self.parts,
             )  # fmt: skip
             self.launch(
                 scan_backward.inputs_kernel, (programs,),
-                *common, inputs.c_bias, inputs.d, *chunks, table, *d_states,
-                turned, dx, d_weights, d_params, *sizes,
+                x, dy, inputs.mimo, inputs.b_bias, inputs.c_bias, inputs.d, *chunks, table,
+                *d_states, turned, k_turning, k_scaling, dx, d_weights, d_params, *sizes,
                 **self.full, **self._config("inputs"), PARTS=self.parts,
             )  # fmt: skip
             self.launch(
-                scan_backward.turn_back_kernel, (programs,),
-                turned, rate, inputs.b_bias, inputs.c_bias, *chunks, table, border,
-                tail if ended else border, d_rates, d_weights, d_params,
-                self.rate_stride, heads, self.per_group, plane, first, variant=ended,
-                **self.turned, **self._config("turn_back"), HAS_TAIL=ended,
+                scan_backward.later_kernel, (programs,),
+                k_turning, q_turning, k_scaling, q_scaling, rate, chunks.weights, table, border,
+                tail if ended else border, d_weights, self.rate_stride, heads, first, variant=ended,
+                **self.phased, Q=size, HAS_TAIL=ended, PIECE=min(8, size), num_warps=1,
             )  # fmt: skip
             self.launch(
                 scan_backward.sums_kernel,
                 (programs // heads * (rows // piece), 2 * (heads // self.per_group) + 1),
-                turned, d_rates, table, d_b, d_c, d_rate, heads, self.per_group, plane, first,
+                turned, k_turning, table, d_b, d_c, d_rate, heads, self.per_group, plane, first,
                 **self.summed, BLOCK=piece, UNROLL=math.gcd(4, self.per_group), num_warps=1,
             )  # fmt: skip
         self.launch(

@@ -4,23 +4,28 @@ The gradients of the states are found by `scan_forward.states_kernel`, walking b
 scores and masks are computed again, never stored. With W = q k^T, M its mask, dW = dy v^T,
 e_t = exp(cum_t) and o_s = exp(cum_Q - cum_s) scale_s:
 
-    inputs_kernel       dk = (dW * M)^T q + o v dh,  dv = (W * M)^T dy + D dy + o k dh^T
     readouts_kernel     dq = (dW * M) k + e dy h
-    turn_back_kernel    from dk and dq: what decays, phases and biases get
+    inputs_kernel       dk = (dW * M)^T q + o v dh,  dv = (W * M)^T dy + D dy + o k dh^T
+    later_kernel        sums over later tokens: what decays and phases get
     sums_kernel         dB, dC and drate, sums over heads
 
 Transposes of products are computed as products, never taken: Triton up to 3.7.0 compiles a dot of
 a transposed dot wrongly on Hopper. dk and dq of all heads are large, so that the kernels are run
-on some chunks at a time, the last ones first.
+on some chunks at a time, the last ones first: later_kernel reads the border of the next chunk.
 
 The step that made a phase turned all later tokens too, and the decay of a token weighs on all later
 outputs. Both sums run over (dq q* - dk k*) as complex numbers: decays get the real parts, phases
-the imaginary ones, by the same rule. What the tokens after a chunk give is known without a pass
-over them: turning or scaling them all is turning or scaling the state handed to them, and in return
-the final state.
+the imaginary ones, by the same rule. They cancel, for all that stays between two tokens of the
+chunk: so q and k are rounded in these products as they were in those that the gradients were made
+from, and the gradients not at all. What the tokens after a chunk give is known without a pass over
+them: turning or scaling them all is turning or scaling the state handed to them, and in return the
+final state.
 
-    turned     dk and dq in float32, of the chunks of a launch    (2, K', H, ROWS, N)
-    d_rates    by token and head, of those chunks                 (K', H, Q, S)
+    turned     dk and dq before rotation, in x's dtype, of the    (2, K', H, ROWS, N)
+               chunks of a launch
+    turning    imaginary parts by token and pair, of dk k* and    (K', H, Q, S) each
+               of dq q*; later_kernel makes drate of the first
+    scaling    real parts by token, of dk k* and of dq q*         (K', H, Q) each
     border     of the state before a chunk, h, and its gradient:  (K, H, S + 1)
                parts of sum_p h* dh, imaginary by pair, real
     tail       what is added for a sequence's own end, inner and  (B, H, 2, S + 1)
@@ -37,7 +42,6 @@ import triton.language as tl
 
 from .chunk import (
     LEAST_LOG_DECAY,
-    biased_maps,
     chunk_state,
     mask_of,
     outputs_at,
@@ -46,7 +50,6 @@ from .chunk import (
     rotate,
     rotated,
     rows_of,
-    stored_phase,
     values,
 )
 from .pairs import store_pairs
@@ -68,26 +71,16 @@ def per_token(rows, Q: tl.constexpr, BR: tl.constexpr):
 
 
 @triton.jit
-def store_per_stream(ptr, t, column, exists, Q: tl.constexpr, BR: tl.constexpr, R: tl.constexpr,
-                     WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Store t (ROWS, BLOCK), summed over the tokens of a stream, as (R, WIDTH)."""
-    t = tl.sum(tl.reshape(t, [Q, BR, BLOCK]), 0)
-    stream = tl.arange(0, BR)
-    at = ptr + (stream * WIDTH)[:, None] + column[None, :]
-    tl.store(at, t, (stream < R)[:, None] & exists[None, :])
-
-
-@triton.jit
-def store_bias(ptr, re, im, pair, exists, BR: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
-               MIMO: tl.constexpr):  # fmt: skip
-    """Store rows of pairs, summed over the tokens of a stream, in the channels' order: (R, N)."""
-    if MIMO:
-        Q: tl.constexpr = re.shape[0] // BR
-        store_per_stream(ptr, re, pair, exists, Q, BR, R, N, re.shape[1])
-        store_per_stream(ptr, im, pair + N // 2, exists, Q, BR, R, N, re.shape[1])
+def store_per_stream(ptr, t, column, exists, BR: tl.constexpr, R: tl.constexpr,
+                     WIDTH: tl.constexpr):  # fmt: skip
+    """Store t (ROWS, columns), summed over the tokens of a stream, as (R, WIDTH)."""
+    if BR == 1:
+        tl.store(ptr + column, tl.sum(t, 0), exists)
     else:
-        tl.store(ptr + 2 * pair, tl.sum(re, 0), exists)
-        tl.store(ptr + 2 * pair + 1, tl.sum(im, 0), exists)
+        t = tl.sum(tl.reshape(t, [t.shape[0] // BR, BR, t.shape[1]]), 0)
+        stream = tl.arange(0, BR)
+        at = ptr + (stream * WIDTH)[:, None] + column[None, :]
+        tl.store(at, t, (stream < R)[:, None] & exists[None, :])
 
 
 @triton.jit
@@ -97,19 +90,43 @@ def params_at(index, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr, MIMO: tl
 
 
 @triton.jit
-def store_turned(
-    turned_ptr, own, re, im, real, N: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr
+def store_maps_gradient(
+    turned_ptr, turning_ptr, scaling_ptr, d_bias_ptr, own, m_re, m_im, g_re, g_im, phase,
+    R: tl.constexpr, N: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, BR: tl.constexpr,
+    HALF: tl.constexpr, MIMO: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Store the rows (ROWS, HALF) of dk or dq of one chunk and head of this launch."""
-    at = turned_ptr + (own * ROWS + tl.arange(0, ROWS))[:, None] * N
-    store_pairs(at, re, im, real[:, None], N, HALF, True, ROWS)
+    """From the gradient g of rotated maps m of one chunk and head: all that others need of it.
+
+    The gradient before rotation, the parts of m* g summed over streams, and the bias's gradient.
+    """
+    Q: tl.constexpr = ROWS // BR
+    row, place, pair = tl.arange(0, ROWS), tl.arange(0, Q), tl.arange(0, HALF)
+    re, im = m_re.to(tl.float32), m_im.to(tl.float32)
+    scaling = per_token(tl.sum(re * g_re + im * g_im, 1), Q, BR)
+    turning = re * g_im - im * g_re
+    if BR > 1:
+        turning = tl.sum(tl.reshape(turning, [Q, BR, HALF]), 1)
+    tl.store(scaling_ptr + own * Q + place, scaling)
+    at = turning_ptr + ((own * Q + place) * S)[:, None] + pair[None, :]
+    tl.store(at, turning, (pair < S)[None, :])
+
+    cos, sin = phasors(phase, FAST)
+    g_re, g_im = rotate(g_re, g_im, cos, -sin)
+    DOT = turned_ptr.dtype.element_ty
+    at = turned_ptr + ((own * ROWS + row) * N)[:, None]
+    store_pairs(at, g_re.to(DOT), g_im.to(DOT), row[:, None] < ROWS, N, HALF, True, ROWS)
+    exists = pair < N // 2
+    re_channel = pair if MIMO else 2 * pair
+    im_channel = pair + N // 2 if MIMO else 2 * pair + 1
+    store_per_stream(d_bias_ptr, g_re, re_channel, exists, BR, R, N)
+    store_per_stream(d_bias_ptr, g_im, im_channel, exists, BR, R, N)
 
 
 @triton.jit(do_not_specialize=["offset"])
 def inputs_kernel(
     x_ptr, dy_ptr, mimo_ptr, b_bias_ptr, c_bias_ptr, d_ptr, maps_ptr, weights_ptr, turns_ptr,
     phase_ptr, table_ptr, dh_ptr, lead_ptr, carried_ptr,
-    turned_ptr, dx_ptr, d_weights_ptr, d_params_ptr,
+    turned_ptr, turning_ptr, scaling_ptr, dx_ptr, d_weights_ptr, d_params_ptr,
     x_stride, heads, per_group, offset,
     R: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, S: tl.constexpr,
     ROWS: tl.constexpr, BR: tl.constexpr, BLOCK_P: tl.constexpr, PARTS: tl.constexpr,
@@ -168,16 +185,16 @@ def inputs_kernel(
     out = carry * scale
     dk_re = tl.dot(dw, q_re, dk_re * out[:, None], input_precision=PRECISION)
     dk_im = tl.dot(dw, q_im, dk_im * out[:, None], input_precision=PRECISION)
-    store_turned(turned_ptr, own, dk_re, dk_im, real, N, HALF, ROWS)
-
     token_of_place = start + tl.arange(0, Q)
     for part in tl.static_range(PARTS):
         p = part * BLOCK_P + tl.arange(0, BLOCK_P)
         v = values(x_ptr, x_stride, mimo_ptr, head, token, stream, real, p, R, P, MIMO, UNIT)
-        dy = output_rows(dy_ptr, token, stream, real, heads, head, p, R, P)
-        dh_re, dh_im = chunk_state(
-            dh_ptr, lead_ptr, carried_ptr, index, segment, heads, head, closes == 0, p, P, N, HALF
-        )
+        if PARTS > 1:
+            dy = output_rows(dy_ptr, token, stream, real, heads, head, p, R, P)
+            dh_re, dh_im = chunk_state(
+                dh_ptr, lead_ptr, carried_ptr, index, segment, heads, head, closes == 0, p,
+                P, N, HALF,
+            )  # fmt: skip
         dv = tl.dot(k_re, tl.trans(dh_re), input_precision=PRECISION)
         dv = tl.dot(k_im, tl.trans(dh_im), dv, input_precision=PRECISION)
         d_scale += tl.sum(dv * v, 1) * carry
@@ -188,7 +205,7 @@ def inputs_kernel(
             here = real[:, None] & (p < P)[None, :]
             x = tl.load(x_ptr + at, here, 0.0).to(tl.float32)
             d_mimo = d_params_ptr + params_at(index, R, P, N, MIMO) + 2 * R * N + 1
-            store_per_stream(d_mimo, dv * x, p, p < P, Q, BR, R, P, BLOCK_P)
+            store_per_stream(d_mimo, dv * x, p, p < P, BR, R, P)
             at = ((head * R + stream) * P)[:, None] + p[None, :]
             dv *= tl.load(mimo_ptr + at, here, 0.0)
             dv = tl.sum(tl.reshape(dv, [Q, BR, BLOCK_P]), 1)
@@ -198,13 +215,24 @@ def inputs_kernel(
     d_scale = per_token(d_scale, Q, BR)
     tl.store(at + Q, per_token(d_gamma, Q, BR) + d_scale)
     tl.store(at + 2 * Q, d_scale)
+    # Asked for again: kept till here, they would take registers that there are none of.
+    phase = phases(turns_ptr, phase_ptr, index, place, S, Q, HALF)
+    if BR > 1:
+        k_re, k_im = rotated(
+            maps_ptr, 0, b_bias_ptr, head, group, token, stream, real, phase,
+            R, G, N, HALF, MIMO, FAST,
+        )  # fmt: skip
+    store_maps_gradient(
+        turned_ptr, turning_ptr, scaling_ptr, d_params_ptr + params_at(index, R, P, N, MIMO), own,
+        k_re, k_im, dk_re, dk_im, phase, R, N, S, ROWS, BR, HALF, MIMO, FAST,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["offset"])
 def readouts_kernel(
-    x_ptr, dy_ptr, mimo_ptr, b_bias_ptr, maps_ptr, weights_ptr, turns_ptr, phase_ptr, table_ptr,
-    h_ptr, h_lead_ptr, h_carried_ptr, dh_ptr, dh_lead_ptr, dh_carried_ptr,
-    turned_ptr, border_ptr, d_params_ptr,
+    x_ptr, dy_ptr, mimo_ptr, b_bias_ptr, c_bias_ptr, maps_ptr, weights_ptr, turns_ptr, phase_ptr,
+    table_ptr, h_ptr, h_lead_ptr, h_carried_ptr, dh_ptr, dh_lead_ptr, dh_carried_ptr,
+    turned_ptr, turning_ptr, scaling_ptr, border_ptr, d_params_ptr,
     x_stride, heads, per_group, offset,
     R: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, S: tl.constexpr,
     ROWS: tl.constexpr, BR: tl.constexpr, BLOCK_P: tl.constexpr, PARTS: tl.constexpr,
@@ -215,6 +243,7 @@ def readouts_kernel(
     own = tl.program_id(0).to(tl.int64)
     index = own + offset * heads
     chunk, head = index // heads, index % heads
+    group = head // per_group
     Q: tl.constexpr = ROWS // BR
     DOT = h_ptr.dtype.element_ty
     place, token, stream, real = rows_of(table_ptr, chunk, ROWS, BR, R)
@@ -251,50 +280,48 @@ def readouts_kernel(
         h_re, h_im = h_re.to(tl.float32), h_im.to(tl.float32)
         turning += tl.sum(h_re * dh_im - h_im * dh_re, 0)
         scaling += tl.sum(h_re * dh_re + h_im * dh_im)
-    tl.store(d_params_ptr + params_at(index, R, P, N, MIMO) + 2 * R * N, d_d)
+    d_params_ptr += params_at(index, R, P, N, MIMO) + R * N
+    tl.store(d_params_ptr + R * N, d_d)
     pair = tl.arange(0, HALF)
     at = border_ptr + index * (S + 1)
     tl.store(at + pair, turning, pair < S)
     tl.store(at + S, scaling)
     phase = phases(turns_ptr, phase_ptr, index, place, S, Q, HALF)
     k_re, k_im = rotated(
-        maps_ptr, 0, b_bias_ptr, head, head // per_group, token, stream, real, phase,
-        R, G, N, HALF, MIMO, FAST,
-    )  # fmt: skip
+        maps_ptr, 0, b_bias_ptr, head, group, token, stream, real, phase, R, G, N, HALF, MIMO, FAST
+    )
     into = tl.exp(cum)[:, None]
     dw = (dw * mask_of(cum, scale, gamma, place)).to(DOT)
     dq_re = tl.dot(dw, k_re, dq_re * into, input_precision=PRECISION)
     dq_im = tl.dot(dw, k_im, dq_im * into, input_precision=PRECISION)
-    store_turned(turned_ptr, own, dq_re, dq_im, real, N, HALF, ROWS)
+    q_re, q_im = rotated(
+        maps_ptr, 1, c_bias_ptr, head, group, token, stream, real, phase, R, G, N, HALF, MIMO, FAST
+    )
+    store_maps_gradient(
+        turned_ptr, turning_ptr, scaling_ptr, d_params_ptr, own,
+        q_re, q_im, dq_re, dq_im, phase, R, N, S, ROWS, BR, HALF, MIMO, FAST,
+    )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["plane", "offset"])
-def turn_back_kernel(
-    turned_ptr, rate_ptr, b_bias_ptr, c_bias_ptr, maps_ptr, weights_ptr, turns_ptr, phase_ptr,
-    table_ptr, border_ptr, tail_ptr, d_rates_ptr, d_weights_ptr, d_params_ptr,
-    rate_stride, heads, per_group, plane, offset,
-    R: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, S: tl.constexpr,
-    ROWS: tl.constexpr, BR: tl.constexpr, MIMO: tl.constexpr,
-    FAST: tl.constexpr, HAS_TAIL: tl.constexpr,
-    PIECE: tl.constexpr, BLOCK_S: tl.constexpr, STILL: tl.constexpr,
+@triton.jit(do_not_specialize=["offset"])
+def later_kernel(
+    k_turning_ptr, q_turning_ptr, k_scaling_ptr, q_scaling_ptr, rate_ptr, weights_ptr, table_ptr,
+    border_ptr, tail_ptr, d_weights_ptr, rate_stride, heads, offset,
+    S: tl.constexpr, Q: tl.constexpr, BLOCK_S: tl.constexpr, HAS_TAIL: tl.constexpr,
+    PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Turn dk and dq back, in place; gradients of decays, phases and biases.
+    """Sums over all later tokens, for a chunk and head: gradients of decays, rate and dt.
 
-    A program is one warp and walks a chunk's rows from the last, PIECE at a time: sums then need
-    no exchange between warps. Pairs from S on do not turn, and are only read.
+    A program is one warp, and takes PIECE rows at a time: rows' sums of larger tiles would meet in
+    shared memory, where several lanes write one of them.
     """
     own = tl.program_id(0).to(tl.int64)
     index = own + offset * heads
     chunk, head = index // heads, index % heads
-    group = head // per_group
-    Q: tl.constexpr = ROWS // BR
     start, stop = tl.load(table_ptr + chunk * 6), tl.load(table_ptr + chunk * 6 + 1)
     pair = tl.arange(0, BLOCK_S)
-    still = S + tl.arange(0, STILL)
-    exists, rests = pair < S, still < N // 2
-
-    # Sums over all later tokens. What the next chunks give is the border before the next one; a
-    # sequence's last chunk has none.
+    exists = pair < S
+    # What the next chunks give is the border before the next one; a sequence's last has none.
     inner = (start + Q < stop).to(tl.int64)
     border = border_ptr + (index + inner * heads) * (S + 1)
     turned_on = -inner * tl.load(border + pair, exists, 0.0)
@@ -304,121 +331,26 @@ def turn_back_kernel(
         tail = tail_ptr + ((sequence * heads + head) * 2 + 1 - inner) * (S + 1)
         turned_on += tl.load(tail + pair, exists, 0.0)
         scaled_on += tl.load(tail + S)
-    first_phase = tl.load(phase_ptr + index * S + pair, exists, 0.0)[None, :]
 
-    weights_ptr += index * (4 * Q)
+    # The last token first: a running sum over them is one over later tokens.
     d_weights_ptr += index * (4 * Q)
-    turned_ptr += own * (ROWS * N)
-    turns_ptr += index * (Q * S)
-    d_rates_ptr += own * (Q * S)
-    db_re = tl.zeros([PIECE, BLOCK_S], tl.float32)
-    db_im = tl.zeros([PIECE, BLOCK_S], tl.float32)
-    dc_re = tl.zeros([PIECE, BLOCK_S], tl.float32)
-    dc_im = tl.zeros([PIECE, BLOCK_S], tl.float32)
-    sb_re = tl.zeros([PIECE, STILL], tl.float32)
-    sb_im = tl.zeros([PIECE, STILL], tl.float32)
-    sc_re = tl.zeros([PIECE, STILL], tl.float32)
-    sc_im = tl.zeros([PIECE, STILL], tl.float32)
-    for piece in range(ROWS // PIECE):
-        row = ROWS - PIECE * (piece + 1) + tl.arange(0, PIECE)
-        place, stream = row // BR, row % BR
+    place = Q - 1 - tl.arange(0, Q)
+    at = own * Q + place
+    scaling = tl.load(q_scaling_ptr + at) - tl.load(k_scaling_ptr + at)
+    tl.store(d_weights_ptr + place, tl.cumsum(scaling, 0) + scaled_on)
+    for first in tl.static_range(0, Q, PIECE):
+        place = Q - 1 - first - tl.arange(0, PIECE)
         token = start + place
-        real = (token < stop) & (stream < R)
-        leads = stream == 0
-
-        mask = real[:, None] & exists[None, :]
-        at = (place * S)[:, None] + pair[None, :]
-        phase = stored_phase(turns_ptr + at, exists[None, :]) + first_phase
-        cos, sin = phasors(phase, FAST)
-        g_re, g_im, turning, b_scaling = turn_one_back(
-            turned_ptr, maps_ptr, 0, b_bias_ptr, head, group, token, stream, real, row, pair,
-            exists, cos, sin, R, G, N, MIMO,
-        )  # fmt: skip
-        db_re += g_re
-        db_im += g_im
-        g_re, g_im, c_turning, scaling = turn_one_back(
-            turned_ptr + plane, maps_ptr, 1, c_bias_ptr, head, group, token, stream, real, row,
-            pair, exists, cos, sin, R, G, N, MIMO,
-        )  # fmt: skip
-        dc_re += g_re
-        dc_im += g_im
-        turning += c_turning
-        scaling = tl.sum(scaling - b_scaling, 1)
-        if S < N // 2:
-            g_re, g_im, b_scaling = read_still(
-                turned_ptr, maps_ptr, 0, b_bias_ptr, head, group, token, stream, real, row, still,
-                rests, R, G, N, MIMO,
-            )  # fmt: skip
-            sb_re += g_re
-            sb_im += g_im
-            g_re, g_im, c_scaling = read_still(
-                turned_ptr + plane, maps_ptr, 1, c_bias_ptr, head, group, token, stream, real, row,
-                still, rests, R, G, N, MIMO,
-            )  # fmt: skip
-            sc_re += g_re
-            sc_im += g_im
-            scaling += tl.sum(c_scaling - b_scaling, 1)
-
-        till_here = tl.cumsum(scaling, 0, reverse=True) + scaled_on
-        scaled_on += tl.sum(scaling, 0)
-        tl.store(d_weights_ptr + place, till_here, leads)
-        till_here = tl.cumsum(turning, 0, reverse=True) + turned_on[None, :]
+        mask = (token < stop)[:, None] & exists[None, :]
+        at = ((own * Q + place) * S)[:, None] + pair[None, :]
+        turning = tl.load(k_turning_ptr + at, mask, 0.0) + tl.load(q_turning_ptr + at, mask, 0.0)
+        till_here = tl.cumsum(turning, 0) + turned_on[None, :]
         turned_on += tl.sum(turning, 0)
-        mask = mask & leads[:, None]
         rate = tl.load(rate_ptr + token[:, None] * rate_stride + pair[None, :], mask, 0.0)
         d_dt = tl.sum(till_here * rate.to(tl.float32), 1)
-        tl.store(d_weights_ptr + 3 * Q + place, d_dt, leads)
-        dt = tl.load(weights_ptr + 3 * Q + place)
-        tl.store(d_rates_ptr + at, till_here * dt[:, None], mask)
-    d_bias_ptr = d_params_ptr + params_at(index, R, P, N, MIMO)
-    store_bias(d_bias_ptr, db_re, db_im, pair, exists, BR, R, N, MIMO)
-    store_bias(d_bias_ptr + R * N, dc_re, dc_im, pair, exists, BR, R, N, MIMO)
-    if S < N // 2:
-        store_bias(d_bias_ptr, sb_re, sb_im, still, rests, BR, R, N, MIMO)
-        store_bias(d_bias_ptr + R * N, sc_re, sc_im, still, rests, BR, R, N, MIMO)
-
-
-@triton.jit
-def turn_one_back(
-    turned_ptr, maps_ptr, which, bias_ptr, head, group, token, stream, real, row, pair, exists,
-    cos, sin, R: tl.constexpr, G: tl.constexpr, N: tl.constexpr, MIMO: tl.constexpr,
-):  # fmt: skip
-    """Gradients of turning pairs before rotation, stored; products m* g of maps and theirs.
-
-    Sums of the products cancel, for all that stays between two tokens of the chunk: so the maps
-    are rounded as those were that the gradients were made from, and the gradients not at all.
-    """
-    DOT = maps_ptr.dtype.element_ty
-    mask = real[:, None] & exists[None, :]
-    at = turned_ptr + (row * N)[:, None] + pair[None, :]
-    g_re, g_im = tl.load(at, mask, 0.0), tl.load(at + N // 2, mask, 0.0)
-    re, im = biased_maps(
-        maps_ptr, which, bias_ptr, head, group, token, stream, real, pair, exists, R, G, N, MIMO
-    )
-    re, im = rotate(re, im, cos, sin)
-    re, im = re.to(DOT).to(tl.float32), im.to(DOT).to(tl.float32)
-    turning, scaling = re * g_im - im * g_re, re * g_re + im * g_im
-    g_re, g_im = rotate(g_re, g_im, cos, -sin)
-    tl.store(at, g_re, mask)
-    tl.store(at + N // 2, g_im, mask)
-    return g_re, g_im, turning, scaling
-
-
-@triton.jit
-def read_still(
-    turned_ptr, maps_ptr, which, bias_ptr, head, group, token, stream, real, row, pair, exists,
-    R: tl.constexpr, G: tl.constexpr, N: tl.constexpr, MIMO: tl.constexpr,
-):  # fmt: skip
-    """Gradients of pairs that do not turn, and the real parts of their products with the maps."""
-    DOT = maps_ptr.dtype.element_ty
-    mask = real[:, None] & exists[None, :]
-    at = turned_ptr + (row * N)[:, None] + pair[None, :]
-    g_re, g_im = tl.load(at, mask, 0.0), tl.load(at + N // 2, mask, 0.0)
-    re, im = biased_maps(
-        maps_ptr, which, bias_ptr, head, group, token, stream, real, pair, exists, R, G, N, MIMO
-    )
-    re, im = re.to(DOT).to(tl.float32), im.to(DOT).to(tl.float32)
-    return g_re, g_im, re * g_re + im * g_im
+        tl.store(d_weights_ptr + 3 * Q + place, d_dt)
+        dt = tl.load(weights_ptr + index * (4 * Q) + 3 * Q + place)
+        tl.store(k_turning_ptr + at, till_here * dt[:, None], mask)
 
 
 @triton.jit(do_not_specialize=["plane", "offset"])
@@ -457,8 +389,8 @@ def sums_kernel(
             for head in tl.static_range(UNROLL):
                 at = (own * heads + group * per_group + some + head) * ROWS + row
                 at = turned_ptr + at[:, None] * N + which * plane + pair
-                re += tl.load(at, mask, 0.0)
-                im += tl.load(at + N // 2, mask, 0.0)
+                re += tl.load(at, mask, 0.0).to(tl.float32)
+                im += tl.load(at + N // 2, mask, 0.0).to(tl.float32)
         at = (((token * R + stream) * G + group) * N)[:, None]
         if which == 0:
             store_pairs(d_b_ptr + at, re, im, real, N, HALF, MIMO, BLOCK)
