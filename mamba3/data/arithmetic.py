@@ -27,6 +27,7 @@ split by the hash, too, and trains on 10,000 problems that are drawn once and st
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -221,7 +222,8 @@ class CurriculumStream:
         self, stages: Sequence[int], tokenizer: CharTokenizer, *, batch_size: int, seed: int
     ):
         shares = [item for stage in check_stages(stages) for item in _training_tasks(stage)]
-        self.tasks, self.weights = zip(*shares, strict=True)
+        self.tasks, weights = zip(*shares, strict=True)
+        self.cum_weights = list(itertools.accumulate(weights))
         self.tokenizer, self.batch_size, self.seed = tokenizer, batch_size, seed
 
     def __call__(self, index: int) -> Batch:
@@ -233,7 +235,7 @@ class CurriculumStream:
         rng = random.Random(f"{self.seed}/{index}")
         drawn = []
         while len(drawn) < self.batch_size:
-            [task] = rng.choices(self.tasks, self.weights)
+            [task] = rng.choices(self.tasks, cum_weights=self.cum_weights)
             problem = task(rng)
             if not is_held_out(problem):
                 drawn.append(problem)

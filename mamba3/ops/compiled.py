@@ -2,8 +2,7 @@
 
 Their eager forms loop over chunks, launch kernels or read the values of cu_seqlens, none of which
 can be traced. The body of an op is the public function itself, so it checks its arguments and
-chooses its backend when the compiled code runs; a backward pass on a thread of autograd, which
-`use_backend` does not reach, chooses its own. Ops made of a few products are traced as such.
+chooses its backend when the compiled code runs. Ops made of a few products are traced as such.
 """
 
 from __future__ import annotations

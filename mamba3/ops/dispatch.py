@@ -7,7 +7,6 @@ The choice is the process's, never the model's: the environment variable MAMBA3_
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import importlib.util
 import os
@@ -18,7 +17,8 @@ from torch import Tensor
 
 BACKENDS = ("reference", "torch", "triton")
 
-_override: contextvars.ContextVar[str | None] = contextvars.ContextVar("backend", default=None)
+# One of the process, not of a thread: autograd recomputes blocks on threads of its own.
+_override: str | None = None
 
 
 def backend(device: torch.device | str | None = None) -> str:
@@ -46,7 +46,7 @@ def requested() -> str | None:
         ValueError: MAMBA3_BACKEND names none of `BACKENDS`.
         RuntimeError: it names triton, which is not installed.
     """
-    name = _override.get()
+    name = _override
     if name is None and (name := os.environ.get("MAMBA3_BACKEND")):
         _check(name, "MAMBA3_BACKEND")
     return name or None
@@ -60,18 +60,19 @@ def on_kernels(*tensors: Tensor | None) -> bool:
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Run ops on one backend inside a `with` block.
+    """Run ops on one backend inside a `with` block, whichever thread calls them.
 
     Args:
         name: "reference" (sequential, the ground truth), "torch" (chunked, any device) or
             "triton" (kernels for GPUs; on a CPU only under Triton's interpreter).
     """
+    global _override
     _check(name, "use_backend")
-    token = _override.set(name)
+    before, _override = _override, name
     try:
         yield
     finally:
-        _override.reset(token)
+        _override = before
 
 
 def default_device() -> str:
@@ -92,8 +93,7 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 def _choose(device: torch.device) -> tuple[str, str]:
     name = requested()
-    overridden = _override.get() is not None
-    source = "mamba3.ops.use_backend" if overridden else "the environment variable MAMBA3_BACKEND"
+    source = "mamba3.ops.use_backend" if _override else "the environment variable MAMBA3_BACKEND"
     if name == "triton" and "triton" not in available(device):
         raise RuntimeError(
             f"{source} asks for the triton backend, but the tensors are on {device.type}: move "

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from mamba3.config import Mamba3Config, coerce, from_mapping
@@ -45,7 +47,8 @@ class DataRecipe:
         kind: "arithmetic", problems of the curriculum; "rows", a file of prompts and completions;
             or "tokens", a token file as `mamba3 tokenize` writes them.
         batch_size: problems, or rows of tokens, in a step.
-        workers: processes that make batches ahead of the steps; 0 makes them in between.
+        workers: processes that make batches ahead of the steps; 0 makes them in between. None is
+            half of the cores, at most 8, where steps run on a GPU, and 0 on a CPU.
         stages: stages of the curriculum, mixed.
         eval_problems: held-out problems of each stage in an evaluation (stage 2: all its facts).
         path: of the .jsonl file, or of the token file.
@@ -58,7 +61,7 @@ class DataRecipe:
 
     kind: str = "arithmetic"
     batch_size: int = 256
-    workers: int = 0
+    workers: int | None = None
     stages: list = field(default_factory=lambda: [1, 2])
     eval_problems: int = 2000
     path: str | None = None
@@ -72,12 +75,19 @@ class DataRecipe:
         _check_one_of(self, kind=DATA_KEYS)
         object.__setattr__(self, "stages", list(check_stages(self.stages)))
         _check_at_least(self, 1, "batch_size", "eval_problems", "eval_rows")
-        _check_at_least(self, 0, "workers")
+        if self.workers is not None:
+            _check_at_least(self, 0, "workers")
         self._check_kind()
         if self.length is not None:
             _check_at_least(self, 2, "length")
         if not 0 < self.valid_fraction < 1:
             raise ValueError(f"valid_fraction must lie between 0 and 1, got {self.valid_fraction}")
+
+    def workers_on(self, device: torch.device) -> int:
+        """How many processes make batches for steps on a device."""
+        if self.workers is not None:
+            return self.workers
+        return min(8, (os.cpu_count() or 1) // 2) if device.type == "cuda" else 0
 
     def _check_kind(self) -> None:
         """Whether the keys are those of the kind; one of another kind would do nothing."""

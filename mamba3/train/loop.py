@@ -150,7 +150,8 @@ def fit(
     norms = GroupNorms(step.optimizer) if every else None
     guard = AllocationGuard(step.device if recipe.train.check_allocations else "cpu")
     stream = RankParts(batches, *step.ranks, how.accumulate, skipped)
-    data = AsyncBatches(stream, start, workers=recipe.data.workers, device=step.device)
+    workers = recipe.data.workers_on(step.device)
+    data = AsyncBatches(stream, start, workers=workers, device=step.device)
     with data, progress_bar(progress, total=steps, initial=start, unit="step") as bar:
         readings = Readings(
             log, bar, how, skipped=skipped, spikes=spikes, mfu=_mfu_of_a_token(step, recipe)

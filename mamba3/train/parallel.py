@@ -67,11 +67,15 @@ class Ranks(NamedTuple):
 def spread(model: nn.Module, ranks: Ranks, parallel: str) -> None:
     """Spread a model's weights over the ranks, if they are to be; before its optimizer is made."""
     if ranks.world > 1 and parallel == "fsdp":
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
+        # By itself it takes a GPU that is there, also for a model on the CPU.
+        device = next(model.parameters()).device.type
+        mesh = init_device_mesh(device, (ranks.world,))
         for layer in model.backbone.layers:
-            fully_shard(layer)
-        fully_shard(model)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
 
 
 def own_stream(device: torch.device, ranks: Ranks, parallel: str) -> torch.cuda.Stream | None:
@@ -134,11 +138,20 @@ def ranks_of(device: str) -> Iterator[Ranks]:
 
     Args:
         device: "cpu", or "cuda", of which every rank takes one of its own.
+
+    Raises:
+        RuntimeError: there are fewer GPUs than ranks here.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield Ranks()
         return
     if device == "cuda":
+        ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+        if ranks > gpus:
+            raise RuntimeError(
+                f"torchrun started {ranks} ranks on this machine, which has {gpus} GPUs: start "
+                f"--nproc-per-node={gpus}, or train on the CPU with train.device=cpu"
+            )
         own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(own)
         dist.init_process_group("nccl", device_id=own)

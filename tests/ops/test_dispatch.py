@@ -1,5 +1,7 @@
 """Which backend runs, and how it is chosen."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from compare import scan_inputs
@@ -30,6 +32,13 @@ def test_environment_and_override(monkeypatch):
             assert ops.backend() == "reference"
         assert ops.backend("cpu") == "torch"
     assert ops.backend() == "reference"
+
+
+def test_an_override_holds_on_all_threads():
+    """Autograd recomputes blocks on threads of its own."""
+    with ops.use_backend("reference"), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(ops.backend).result() == "reference"
+    assert dispatch.requested() != "reference"
 
 
 def test_requested(monkeypatch):

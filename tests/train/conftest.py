@@ -13,7 +13,7 @@ def make_recipe():
     def make(changes=None):
         values = {
             "model": {"d_model": 16, "n_layer": 2, "d_state": 8, "headdim": 8},
-            "data": {"stages": [1, 2], "batch_size": 8, "eval_problems": 8},
+            "data": {"stages": [1, 2], "batch_size": 8, "eval_problems": 8, "workers": 0},
             "optim": {"lr": 0.01, "warmup_steps": 3, "decay_steps": 20},
             "step": {},
             "train": {"steps": 20, "save_every": 5, "device": "cpu"},

@@ -6,19 +6,27 @@ import sys
 import time
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from mamba3.train import train
 from mamba3.train.checkpoint import Checkpoints
+from mamba3.train.parallel import ranks_of
 
 # Twenty steps of an optimizer make float32's rounding larger.
 TOLERANCE = 1e-3
 
 
+def device_of(ranks):
+    """One GPU a rank, or the CPU."""
+    return "cuda" if torch.cuda.device_count() >= ranks else "cpu"
+
+
 def torchrun(recipe, out, *options, ranks=2, background=False):
     """`mamba3 train` on several ranks; what they printed, or the process."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    command += ["--standalone", "-m", "mamba3", "train", str(recipe), "--out", str(out), *options]
+    command += ["--standalone", "-m", "mamba3", "train", str(recipe), "--out", str(out)]
+    command += ["--set", f"train.device={device_of(ranks)}", *options]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, **streams)
     if background:
@@ -93,7 +101,8 @@ def learning_rate(index, optim, original=loop.learning_rate):
 
 torch.set_num_threads(1)
 loop.learning_rate = learning_rate
-raise SystemExit(main(["train", {str(path)!r}, "--out", {str(out)!r}]))
+raise SystemExit(main(["train", {str(path)!r}, "--out", {str(out)!r},
+    "--set", "train.device={device_of(2)}"]))
 """)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     began = time.monotonic()
@@ -115,3 +124,14 @@ def test_a_batch_that_is_too_small_is_an_error(make_recipe, tmp_path):
     output, _ = process.communicate(timeout=200)
     assert process.returncode != 0
     assert "a batch of 1 rows cannot be shared by 2 ranks" in output
+
+
+def test_ranks_without_a_gpu_are_an_error(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with (
+        pytest.raises(RuntimeError, match=r"4 ranks .* 3 GPUs: start --nproc-per-node=3"),
+        ranks_of("cuda"),
+    ):
+        pass
