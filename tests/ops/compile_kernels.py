@@ -140,6 +140,8 @@ def unset_registers(sass: str) -> list[str]:
             start = 2 if before == "gdesc[" and "gdesc" in "".join(operands[2:]) else 0
             stop = {"gdesc[": 4, "desc[": 2}.get(before, 1 + pair)
             read |= {int(first) + i for i in range(start, stop)}
+        if name == "UPRMT" and target is not None:
+            read.discard(int(target[1]))  # a half word put beside another, which nobody may read
         if not read <= written:
             found.append(match[0])
         if target is not None:
