@@ -4,6 +4,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from mamba3.data.arithmetic import tokenizer as curriculum_tokenizer
+from mamba3.data.library_tokenizer import LibraryTokenizer
 from mamba3.data.tokenizer import CharTokenizer, load_tokenizer
 
 
@@ -26,7 +27,7 @@ def test_the_curriculum_has_32_tokens():
 
 
 def test_unknown_character_is_named_with_its_position():
-    with pytest.raises(ValueError, match=r"'x' at position 2 of '10x1'"):
+    with pytest.raises(ValueError, match=r"'x' at position 2 has no token; .* '01'"):
         CharTokenizer("01").encode("10x1")
 
 
@@ -39,7 +40,7 @@ def test_decode_names_an_id_without_a_token(bad):
 def test_characters_must_differ():
     with pytest.raises(ValueError, match=r"\['1'\]"):
         CharTokenizer("0112")
-    with pytest.raises(ValueError, match="position 0 of '='"):
+    with pytest.raises(ValueError, match="'=' at position 0"):
         CharTokenizer("01", prompt_suffix="=")
 
 
@@ -74,19 +75,29 @@ def test_load_errors(tmp_path):
         load_tokenizer(tmp_path)
     path = tmp_path / "tokenizer.json"
     path.write_text("{")
-    with pytest.raises(ValueError, match=r"tokenizer\.json is not valid JSON"):
+    with pytest.raises(
+        ValueError, match=r"tokenizer\.json is not a tokenizer's: it is not valid JSON"
+    ):
         load_tokenizer(tmp_path)
     curriculum_tokenizer().save(tmp_path)
+    with pytest.raises(ValueError, match="a token of its own"):
+        load_tokenizer(tmp_path, eos_token="0")
+    (tmp_path / "tokenizer_config.json").write_text('{"prompt_suffix": 1}')
+    with pytest.raises(ValueError, match=r"prompt_suffix in .* must be a string, got 1"):
+        load_tokenizer(tmp_path)
+
+
+def test_files_that_only_resemble_ours_are_the_librarys(tmp_path):
+    curriculum_tokenizer().save(tmp_path)
+    path = tmp_path / "tokenizer.json"
     content = json.loads(path.read_text())
     for change in (
-        {"model": {"type": "BPE", "vocab": {}}},
         {"pre_tokenizer": {"type": "Whitespace"}},
         {"model": content["model"] | {"vocab": content["model"]["vocab"] | {"ab": 32}}},
         {"model": content["model"] | {"vocab": content["model"]["vocab"] | {"+": 40}}},
     ):
         path.write_text(json.dumps(content | change))
-        with pytest.raises(ValueError, match="is not a character tokenizer"):
-            load_tokenizer(tmp_path)
+        assert isinstance(load_tokenizer(tmp_path), LibraryTokenizer)
     path.write_text("[]")
-    with pytest.raises(ValueError, match="is not a character tokenizer"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer"):
         load_tokenizer(tmp_path)
