@@ -25,10 +25,11 @@ from ..config import Mamba3Config
 from ..ops import Mamba3State, mamba3_scan, mamba3_step, rms_norm, steering
 from .layout import MATRIX, VECTOR, Layout, Rows, blocks
 from .norm import RMSNorm
+from .precise import KeepsFloat32
 from .ragged import Ragged
 
 
-class TMamba3Layer(nn.Module):
+class TMamba3Layer(KeepsFloat32):
     """Mamba-3 mixer: (B, L, D) to (B, L, D), with a state that decodes one token at a time.
 
     Args:
@@ -296,20 +297,3 @@ class TMamba3Layer(nn.Module):
             )
         if not u.is_floating_point():
             raise TypeError(f"expected a floating-point input {form}, got {u.dtype}")
-
-    def _apply(self, fn, recurse=True):
-        # .to(bfloat16), .half() and the like reach parameters through here. The small ones that
-        # steer the recurrence follow to another device, never to half precision.
-        precise = {
-            id(self._parameters[name])
-            for name in self.float32_parameters
-            if self._parameters.get(name) is not None
-        }
-
-        def keep(t):
-            out = fn(t)
-            if id(t) in precise and out.dtype in (torch.bfloat16, torch.float16):
-                return t.to(out.device, torch.float32)
-            return out
-
-        return super()._apply(keep, recurse)

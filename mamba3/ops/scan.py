@@ -96,7 +96,7 @@ def mamba3_scan(
     if cu_seqlens is None:
         bounds = range(0, x.shape[0] * x.shape[1] + 1, x.shape[1])
     else:
-        bounds = _checked_bounds(cu_seqlens, x)
+        bounds = checked_bounds(cu_seqlens, x)
     sequences = len(bounds) - 1
     if state is not None:
         state.check(Mamba3State.zeros_for(sequences, x, b, rate, device="meta"))
@@ -179,7 +179,8 @@ def _check_shapes(x, b, c, dt, a, lam, rate, b_bias, c_bias, d, z, mimo, norm_we
             raise ValueError(f"{name} has shape {tuple(t.shape)}, expected {tuple(shape)}")
 
 
-def _checked_bounds(cu_seqlens: Tensor, x: Tensor) -> tuple[int, ...]:
+def checked_bounds(cu_seqlens: Tensor, x: Tensor) -> tuple[int, ...]:
+    """The boundaries of packed sequences as numbers, or an error that says what is wrong."""
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype.is_floating_point:
         raise ValueError(
             "cu_seqlens must be a 1-D int tensor of at least 2 boundaries, got "

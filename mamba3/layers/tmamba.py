@@ -1,0 +1,246 @@
+"""TMambaLayer: the Mamba-1 sequence mixer, for the checkpoints that exist.
+
+    code             paper / official    meaning                             shape
+    u                u                   input                               (B, L, d_model)
+    x, z             x, z                values and gate                     (B, L, D)
+    low              dt                  step size before its projection     (B, L, R)
+    dt               delta               step size                           (B, L, D)
+    a                A                   decay rate                          (D, N)
+    b, c             B, C                input and output maps               (B, L, N)
+
+Source: arXiv 2312.00752, figure 3 and section 3.4. Tensor names, shapes and initialisation are
+those of the official code (mamba_ssm.Mamba).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops import causal_conv, causal_conv_step, selective_scan, selective_step
+from .layout import MATRIX, VECTOR, Layout, blocks
+from .precise import KeepsFloat32
+from .ragged import Ragged
+
+
+class MambaState(NamedTuple):
+    """Decoding state of one layer for a batch of sequences; float32 whatever the weights are.
+
+    Fields:
+        conv: the last tokens that the convolution sees again, oldest first, (B, D, d_conv - 1).
+        h: state of the recurrence, (B, D, N).
+    """
+
+    conv: Tensor
+    h: Tensor
+
+    @property
+    def batch_size(self) -> int:
+        """Number of sequences."""
+        return self.h.shape[0]
+
+    def reorder(self, index: Tensor) -> MambaState:
+        """Pick sequences by number, repeats allowed, as beam search does; index is (B',) int."""
+        return MambaState(*(t.index_select(0, index) for t in self))
+
+
+class TMambaLayer(KeepsFloat32):
+    """Mamba-1 mixer: (B, L, d_model) to the same, with a state that decodes one token at a time.
+
+    Args:
+        d_model: width of input and output.
+        d_state: state size N of a channel.
+        d_conv: tokens that the convolution sees.
+        expand: inner width D over d_model.
+        dt_rank: rank R of the step size's projection; None is d_model / 16, rounded up.
+        bias, conv_bias: whether the projections and the convolution have one.
+        dt_min, dt_max, dt_init_floor: initial step sizes, log-uniform, at least the floor.
+        dt_scale: factor on the bound of dt_proj's initial weights, R ** -0.5.
+        maps_norm_eps: epsilon of an RMSNorm without weights over the step size before its
+            projection, B and C, as Falcon-Mamba has them; None is none.
+        device, dtype: of the weights. A_log and D are float32 whatever half-precision dtype is
+            asked for, here and in `.to()`.
+
+    Example:
+        >>> import torch
+        >>> layer = TMambaLayer(32)
+        >>> y, state = layer(torch.randn(2, 10, 32), return_state=True)
+        >>> y_next, state = layer.step(torch.randn(2, 32), state)
+    """
+
+    float32_parameters = ("A_log", "D")
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        d_state: int = 16,
+        d_conv: int = 4,
+        expand: int = 2,
+        dt_rank: int | None = None,
+        bias: bool = False,
+        conv_bias: bool = True,
+        dt_min: float = 1e-3,
+        dt_max: float = 1e-1,
+        dt_init_floor: float = 1e-4,
+        dt_scale: float = 1.0,
+        maps_norm_eps: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        sizes = {"d_model": d_model, "d_state": d_state, "d_conv": d_conv, "expand": expand}
+        self.dt_rank = math.ceil(d_model / 16) if dt_rank is None else dt_rank
+        for name, size in {**sizes, "dt_rank": self.dt_rank}.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        self.d_model, self.d_state, self.d_conv = d_model, d_state, d_conv
+        self.d_inner = inner = expand * d_model
+        self.dt_range, self.dt_scale = (dt_min, dt_max, dt_init_floor), dt_scale
+        self.maps_norm_eps = maps_norm_eps
+        weights = {"device": device, "dtype": dtype}
+        wide = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+        precise = {"device": device, "dtype": wide}
+        self.in_proj = nn.Linear(d_model, 2 * inner, bias=bias, **weights)
+        self.conv1d = nn.Conv1d(inner, inner, d_conv, groups=inner, bias=conv_bias, **weights)
+        self.x_proj = nn.Linear(inner, self.dt_rank + 2 * d_state, bias=False, **weights)
+        self.dt_proj = nn.Linear(self.dt_rank, inner, **weights)
+        self.A_log = nn.Parameter(torch.empty(inner, d_state, **precise))
+        self.D = nn.Parameter(torch.empty(inner, **precise))
+        self.out_proj = nn.Linear(inner, d_model, bias=bias, **weights)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise every parameter; call it after materialising a layer built on meta.
+
+        | tensor | distribution |
+        |---|---|
+        | in_proj, x_proj, out_proj, conv1d | kaiming-uniform, bound 1/sqrt(fan_in) |
+        | dt_proj.weight | uniform, bound dt_scale / sqrt(R) |
+        | dt_proj.bias | softplus of it log-uniform in [dt_min, dt_max], at least dt_init_floor |
+        | A_log | log(1 .. N) in every channel |
+        | D | 1 |
+
+        On meta nothing happens.
+        """
+        if self.D.is_meta:
+            return
+        for module in (self.in_proj, self.conv1d, self.x_proj, self.out_proj):
+            module.reset_parameters()
+        bound = self.dt_scale * self.dt_rank**-0.5
+        nn.init.uniform_(self.dt_proj.weight, -bound, bound)
+        low, high, floor = self.dt_range
+        bias = self.dt_proj.bias
+        dt = torch.empty_like(bias, dtype=torch.float32).uniform_(math.log(low), math.log(high))
+        dt = dt.exp_().clamp_(min=floor)
+        bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+        self.A_log.copy_(torch.arange(1, self.d_state + 1, device=self.A_log.device).log())
+        nn.init.ones_(self.D)
+
+    def parameter_layout(self) -> Layout:
+        """Rows of the projections that are matrices of their own, for optimizers.
+
+        A_log, D, biases and the convolution, four numbers a channel, take no weight decay.
+        """
+        maps = blocks(low=self.dt_rank, B=self.d_state, C=self.d_state)
+        layout = {"in_proj.weight": blocks(x=self.d_inner, z=self.d_inner), "x_proj.weight": maps}
+        layout |= {"dt_proj.weight": MATRIX, "out_proj.weight": MATRIX}
+        small = ("A_log", "D", "conv1d.weight", "conv1d.bias", "dt_proj.bias")
+        small += ("in_proj.bias", "out_proj.bias")
+        names = dict(self.named_parameters())
+        return layout | {name: VECTOR for name in small if name in names}
+
+    def forward(
+        self,
+        u: Tensor,
+        *,
+        state: MambaState | None = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, MambaState]:
+        """Mix along the sequence.
+
+        Args:
+            u: (B, L, d_model), L >= 1.
+            state: where to go on from, as returned; None is the start of a sequence.
+            attention_mask: (B, L), nonzero at real tokens; pads may be anywhere in a row and
+                give zeros.
+            cu_seqlens: boundaries (sequences + 1,) of sequences packed in one row, B = 1.
+            seq_idx: (B, L) int; runs of equal numbers in a row are sequences of their own.
+            return_state: also return the state after the last real token.
+
+        Returns:
+            (B, L, d_model) in u's dtype, and with `return_state` the state: one entry a row, or a
+            packed sequence.
+
+        Raises:
+            ValueError: shapes that do not fit; more than one of the three descriptions.
+        """
+        self._check_input(u, (3,), "(B, L, d_model)")
+        ragged = Ragged.of(u.shape[:2], attention_mask, cu_seqlens, seq_idx)
+        if ragged is not None:
+            u, cu_seqlens = ragged.pack(u), ragged.cu_seqlens
+        x, z = self.in_proj(u).chunk(2, -1)
+        conv, h = (None, None) if state is None else state
+        x, conv = causal_conv(x, *self._kernel(), state=conv, cu_seqlens=cu_seqlens)
+        arguments = self._arguments(x)
+        y, h = selective_scan(x, *arguments, z, softplus=True, h=h, cu_seqlens=cu_seqlens)
+        y = self.out_proj(y)
+        if ragged is not None:
+            y = ragged.unpack(y)
+        return (y, MambaState(conv, h)) if return_state else y
+
+    def step(
+        self, u: Tensor, state: MambaState, *, inplace: bool = False
+    ) -> tuple[Tensor, MambaState]:
+        """Mix one token into every sequence.
+
+        Args:
+            u: (B, d_model) or (B, 1, d_model).
+            state: of B sequences, as `forward` and `step` return it.
+            inplace: update the state's tensors where they are and return them, recording no
+                gradient. False (the default) leaves them as they are.
+
+        Returns:
+            The output, of u's shape and dtype, and the new state.
+        """
+        self._check_input(u, (2, 3), "(B, d_model) or (B, 1, d_model)")
+        if u.dim() == 3 and u.shape[1] != 1:
+            raise ValueError(f"step takes one token, got an input of shape {tuple(u.shape)}")
+        x, z = self.in_proj(u.flatten(0, -2)).chunk(2, -1)
+        x, conv = causal_conv_step(x, *self._kernel(), state.conv, inplace=inplace)
+        arguments = self._arguments(x)
+        y, h = selective_step(x, *arguments, z, softplus=True, h=state.h, inplace=inplace)
+        return self.out_proj(y).view(u.shape), MambaState(conv, h)
+
+    def new_state(self, batch: int) -> MambaState:
+        """The state of `batch` sequences before their first token."""
+        shapes = ((self.d_inner, self.d_conv - 1), (self.d_inner, self.d_state))
+        where = {"device": self.D.device, "dtype": self.D.dtype}
+        return MambaState(*(torch.zeros(batch, *shape, **where) for shape in shapes))
+
+    def _kernel(self) -> tuple[Tensor, Tensor | None]:
+        return self.conv1d.weight.squeeze(1), self.conv1d.bias
+
+    def _arguments(self, x: Tensor) -> tuple[Tensor, ...]:
+        """From the convolved values: dt before its softplus, a, b, c and d of the scan."""
+        maps = self.x_proj(x).split((self.dt_rank, self.d_state, self.d_state), -1)
+        if self.maps_norm_eps is not None:
+            maps = (F.rms_norm(t, t.shape[-1:], eps=self.maps_norm_eps) for t in maps)
+        low, b, c = maps
+        return self.dt_proj(low), -torch.exp(self.A_log), b, c, self.D
+
+    def _check_input(self, u: Tensor, dims: tuple[int, ...], form: str) -> None:
+        if u.dim() not in dims or u.shape[-1] != self.d_model:
+            raise ValueError(
+                f"expected an input {form} with d_model = {self.d_model}, got {tuple(u.shape)}"
+            )
+        if not u.is_floating_point():
+            raise TypeError(f"expected a floating-point input {form}, got {u.dtype}")

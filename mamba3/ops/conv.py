@@ -1,0 +1,99 @@
+"""causal_conv and causal_conv_step: Mamba-1's short depthwise convolution, with its SiLU.
+
+Token t sees itself and the K - 1 before it, of its own sequence:
+y_t = silu(bias + sum_k w_k x_{t-K+1+k}). The state holds the last K - 1 tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .autograd import no_autocast
+from .scan import checked_bounds
+
+
+@no_autocast
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Convolve along the sequence, and apply SiLU.
+
+    Args:
+        x: (B, L, D).
+        weight: (D, K), the current token's last.
+        bias: (D,) or None.
+        state: the K - 1 tokens before, oldest first, (B, D, K - 1); None is zeros. With
+            `cu_seqlens`, B is the number of sequences.
+        cu_seqlens: sequences packed in one row (B = 1): their boundaries, int, (sequences + 1,).
+
+    Returns:
+        The output (B, L, D) in x's dtype, and the state after the last token (of every sequence).
+
+    Raises:
+        ValueError: shapes that do not fit, boundaries that do not cover the row.
+
+    Source: arXiv 2312.00752, figure 3 (the block's convolution).
+    """
+    batch, length, width = x.shape
+    taps = weight.shape[-1]
+    bounds = None if cu_seqlens is None else checked_bounds(cu_seqlens, x)
+    sequences = batch if bounds is None else len(bounds) - 1
+    shape = (sequences, width, taps - 1)
+    if weight.shape != (width, taps) or (state is not None and state.shape != shape):
+        raise ValueError(
+            f"expected x (B, L, D), weight (D, K) and a state {shape}, got {tuple(x.shape)}, "
+            f"{tuple(weight.shape)} and {None if state is None else tuple(state.shape)}"
+        )
+    wide = torch.promote_types(x.dtype, torch.float32)
+    before = x.new_zeros(shape) if state is None else state.to(x.dtype)
+    before = before.transpose(1, 2)
+    if bounds is None:
+        padded = torch.cat((before, x), 1)
+        lagged = [padded[:, k : k + length] for k in range(taps)]
+        after = padded[:, length:]
+    else:
+        # Every sequence behind the tokens before it, all in one row.
+        counts = torch.tensor(bounds).diff()
+        pieces = zip(before, x[0].split(counts.tolist()), strict=True)
+        padded = torch.cat([one for pair in pieces for one in pair])
+        number = torch.arange(sequences).repeat_interleave(counts)
+        places = (torch.arange(length) + (taps - 1) * number).to(x.device)
+        lagged = [padded[places + k].unsqueeze(0) for k in range(taps)]
+        last = torch.tensor(bounds[1:]) + (taps - 1) * torch.arange(sequences)
+        after = padded[(last[:, None] + torch.arange(taps - 1)).to(x.device)]
+    y = _weighted(lagged, weight.to(wide), bias)
+    return F.silu(y).to(x.dtype), after.transpose(1, 2).to(wide)
+
+
+@no_autocast
+def causal_conv_step(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *, inplace: bool = False
+) -> tuple[Tensor, Tensor]:
+    """One token of `causal_conv`: x (B, D), state (B, D, K - 1); returns (B, D) and the new state.
+
+    Args:
+        x, weight, bias, state: as in `causal_conv`, without its dimension L.
+        inplace: update the state's tensor and return it, recording no gradient.
+    """
+    seen = torch.cat((state, x.unsqueeze(-1).to(state.dtype)), -1)
+    y = _weighted(seen.unbind(-1), weight.to(state.dtype), bias)
+    if inplace:
+        with torch.no_grad():
+            state.copy_(seen[..., 1:])
+    else:
+        state = seen[..., 1:]
+    return F.silu(y).to(x.dtype), state
+
+
+def _weighted(lagged, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = lagged[0] * weight[:, 0]
+    for k, one in enumerate(lagged[1:], start=1):
+        y = torch.addcmul(y, one.to(y.dtype), weight[:, k])
+    return y if bias is None else y + bias.to(y.dtype)

@@ -1,0 +1,246 @@
+"""selective_scan and selective_step: the Mamba-1 recurrence, over sequences or one token on.
+
+    code     paper / official    meaning                                    shape
+    x        u, x                values                                     (B, L, D)
+    dt       delta               step size, > 0                             (B, L, D)
+    a        A                   decay rates, < 0                           (D, N)
+    b, c     B, C                input and output maps, one for all D       (B, L, N)
+    d        D                   skip weight                                (D,)
+    z        z                   gate                                       (B, L, D)
+    h        h                   state                                      (B, D, N)
+
+Source: arXiv 2312.00752, section 3.2 with the simplified discretisation of the official code:
+
+    h_t = exp(dt_t a) h_{t-1} + dt_t b_t x_t,    y_t = (c_t h_t + d x_t) silu(z_t)
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .autograd import first_order, no_autocast
+from .dispatch import backend
+from .scan import checked_bounds
+
+# Elements of a chunk's decays: 1 MB in float32, so that the passes over a chunk stay in the cache.
+CHUNK_ELEMENTS = 1 << 18
+
+
+@no_autocast
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None = None,
+    z: Tensor | None = None,
+    *,
+    softplus: bool = False,
+    h: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run Mamba-1's selective scan, with its skip and gate.
+
+    It computes in float32 (float64 when x is), differentiably in every tensor argument. Memory is
+    linear in L: states are kept at the borders of chunks and made again in the backward pass.
+
+    Args:
+        x: values, (B, L, D).
+        dt: step sizes, positive, (B, L, D).
+        a: decay rates, negative, (D, N).
+        b: input maps, (B, L, N).
+        c: readout maps, (B, L, N).
+        d: skip weights, (D,); None means no skip.
+        z: gate, (B, L, D); None means no gate.
+        softplus: step sizes are the softplus of `dt`, which may then have any sign.
+        h: state to start from, (B, D, N); None is zeros. With `cu_seqlens`, B is the number of
+            sequences.
+        cu_seqlens: sequences packed in one row (B = 1): their boundaries, int, (sequences + 1,),
+            from 0 to L, never decreasing.
+
+    Returns:
+        The output (B, L, D) in x's dtype, and the state after the last token (of every sequence).
+
+    Raises:
+        ValueError: shapes that do not fit, boundaries that do not cover the row.
+
+    Example:
+        >>> import torch
+        >>> x, dt = torch.randn(2, 5, 3), torch.rand(2, 5, 3)
+        >>> b, c = torch.randn(2, 2, 5, 4)
+        >>> y, h = selective_scan(x, dt, -torch.rand(3, 4), b, c)
+    """
+    _check_shapes(x, dt, a, b, c, d, z)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    bounds = None if cu_seqlens is None else checked_bounds(cu_seqlens, x)
+    sequences = x.shape[0] if bounds is None else len(bounds) - 1
+    if h is None:
+        h = x.new_zeros((sequences, *a.shape), dtype=wide)
+    elif h.shape != (sequences, *a.shape):
+        raise ValueError(f"the state has shape {tuple(h.shape)}, expected {(sequences, *a.shape)}")
+    run = selective_scan_reference if backend(x.device) == "reference" else _ChunkedScan.apply
+    values = x.to(wide)
+    dt = F.softplus(dt.to(wide)) if softplus else dt.to(wide)
+    a, b, c, h = (t.to(wide) for t in (a, b, c, h))
+    if bounds is None:
+        y, h = run(values, dt, b, c, a, h)
+    else:
+        ys, finals = [], []
+        for i, (start, stop) in enumerate(pairwise(bounds)):
+            final = h[i : i + 1]
+            if stop > start:
+                per_token = (t[:, start:stop] for t in (values, dt, b, c))
+                y, final = run(*per_token, a, final)
+                ys.append(y)
+            finals.append(final)
+        y, h = torch.cat(ys, 1), torch.cat(finals)
+    return _skip_and_gate(y, values, d, z).to(x.dtype), h
+
+
+@no_autocast
+def selective_step(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None = None,
+    z: Tensor | None = None,
+    *,
+    h: Tensor,
+    softplus: bool = False,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """One token of `selective_scan` for every sequence.
+
+    Args:
+        x, dt, z: (B, D).
+        b, c: (B, N).
+        a, d, softplus: as in `selective_scan`.
+        h: state, (B, D, N), float32 or wider.
+        inplace: update `h` where it is and return it, recording no gradient.
+
+    Returns:
+        The output (B, D) in x's dtype, and the new state.
+    """
+    values = x.to(h.dtype)
+    dt = F.softplus(dt.to(h.dtype)) if softplus else dt.to(h.dtype)
+    decay = torch.exp(dt.unsqueeze(-1) * a.to(h.dtype))
+    added = (dt * values).unsqueeze(-1) * b.to(h.dtype).unsqueeze(-2)
+    if inplace:
+        with torch.no_grad():
+            h.mul_(decay).add_(added)
+    else:
+        h = torch.addcmul(added, decay, h)
+    y = torch.einsum("bdn,bn->bd", h, c.to(h.dtype))
+    return _skip_and_gate(y, values, d, z).to(x.dtype), h
+
+
+def selective_scan_reference(
+    x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor, h: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The ground truth, token by token; torch differentiates it. No skip, no gate."""
+    ys = []
+    for t in range(x.shape[1]):
+        decay = torch.exp(dt[:, t, :, None] * a)
+        h = decay * h + (dt[:, t] * x[:, t])[..., None] * b[:, t, None]
+        ys.append((h * c[:, t, None]).sum(-1))
+    return torch.stack(ys, 1), h
+
+
+class _ChunkedScan(torch.autograd.Function):
+    """The recurrence, a chunk of tokens at a time, tokens first: (L, B, ...).
+
+    A chunk's decays, inputs and readouts are made in one pass each; what is left for every token is
+    a single fused multiply and add over the state.
+    """
+
+    @staticmethod
+    def forward(ctx, x, dt, b, c, a, h):
+        x, dt, b, c = (t.transpose(0, 1).contiguous() for t in (x, dt, b, c))
+        chunks = _chunks(len(x), h)
+        borders = h.new_empty(len(chunks), *h.shape)
+        y = torch.empty_like(x)
+        for border, (start, stop) in zip(borders, chunks, strict=True):
+            border.copy_(h)
+            some = slice(start, stop)
+            decay, states = _decays_and_inputs(x[some], dt[some], a, b[some])
+            h = _run(decay, states, h)
+            torch.matmul(states, c[some].unsqueeze(-1), out=y[some].unsqueeze(-1))
+        ctx.save_for_backward(x, dt, a, b, c, borders)
+        return y.transpose(0, 1), h.clone()
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy, dh):
+        x, dt, a, b, c, borders = ctx.saved_tensors
+        dy = dy.transpose(0, 1).contiguous()
+        dx, d_dt, d_b, d_c = (torch.empty_like(t) for t in (x, dt, b, c))
+        d_a = torch.zeros_like(a)
+        chunks = _chunks(len(x), dh)
+        for border, (start, stop) in zip(reversed(borders), reversed(chunks), strict=True):
+            some = slice(start, stop)
+            decay, states = _decays_and_inputs(x[some], dt[some], a, b[some])
+            _run(decay, states, border)
+            d_c[some] = (states.transpose(-1, -2) @ dy[some].unsqueeze(-1)).squeeze(-1)
+            # Gradients of the states: dh_t = decay_{t+1} dh_{t+1} + dy_t c_t.
+            grads = dy[some].unsqueeze(-1) * c[some].unsqueeze(-2)
+            grads[-1] += dh
+            for t in range(len(grads) - 2, -1, -1):
+                grads[t].addcmul_(decay[t + 1], grads[t + 1])
+            dh = decay[0] * grads[0]
+            # Of inputs dt x b, and of exponents dt a.
+            product = dt[some] * x[some]
+            d_product = (grads @ b[some].unsqueeze(-1)).squeeze(-1)
+            d_b[some] = (grads.transpose(-1, -2) @ product.unsqueeze(-1)).squeeze(-1)
+            decay *= grads
+            decay[0] *= border
+            decay[1:] *= states[:-1]
+            d_a += torch.einsum("tbdn,tbd->dn", decay, dt[some])
+            d_dt[some] = torch.einsum("tbdn,dn->tbd", decay, a) + d_product * x[some]
+            dx[some] = d_product * dt[some]
+        dx, d_dt, d_b, d_c = (t.transpose(0, 1) for t in (dx, d_dt, d_b, d_c))
+        return dx, d_dt, d_b, d_c, d_a, dh
+
+
+def _chunks(length: int, h: Tensor) -> list[tuple[int, int]]:
+    size = max(1, CHUNK_ELEMENTS // max(1, h.numel()))
+    return [(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _decays_and_inputs(x: Tensor, dt: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(dt a) and dt x b of a chunk, each (Q, B, D, N)."""
+    decay = (dt.unsqueeze(-1) * a).exp_()
+    return decay, (dt * x).unsqueeze(-1) * b.unsqueeze(-2)
+
+
+def _run(decay: Tensor, states: Tensor, h: Tensor) -> Tensor:
+    """Turn a chunk's inputs into its states, in place; the last one."""
+    for t in range(len(states)):
+        h = states[t].addcmul_(decay[t], h)
+    return h
+
+
+def _skip_and_gate(y: Tensor, x: Tensor, d: Tensor | None, z: Tensor | None) -> Tensor:
+    if d is not None:
+        y = y + d.to(y.dtype) * x
+    return y if z is None else y * F.silu(z.to(y.dtype))
+
+
+def _check_shapes(x, dt, a, b, c, d, z) -> None:
+    if x.dim() != 3 or a.dim() != 2 or a.shape[0] != x.shape[-1] or not x.shape[1]:
+        raise ValueError(
+            f"expected x (B, L, D) with L >= 1 and a (D, N), got {tuple(x.shape)} and "
+            f"{tuple(a.shape)}"
+        )
+    maps = (*x.shape[:2], a.shape[1])
+    wanted = {"dt": x.shape, "b": maps, "c": maps, "d": x.shape[-1:], "z": x.shape}
+    given = {"dt": dt, "b": b, "c": c, "d": d, "z": z}
+    for name, t in given.items():
+        if t is not None and t.shape != wanted[name]:
+            raise ValueError(f"{name} has shape {tuple(t.shape)}, expected {tuple(wanted[name])}")
