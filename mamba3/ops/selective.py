@@ -154,15 +154,17 @@ def selective_scan_reference(
 
 
 class _ChunkedScan(torch.autograd.Function):
-    """The recurrence, a chunk of tokens at a time, tokens first: (L, B, ...).
+    """The recurrence, a chunk of tokens at a time.
 
-    A chunk's decays, inputs and readouts are made in one pass each; what is left for every token is
-    a single fused multiply and add over the state.
+    Tokens come first and channels last here: x (L, B, D), maps (L, B, N), states (L, B, N, D). A
+    chunk's decays, inputs and readouts are made in one pass each; what is left for every token is a
+    single fused multiply and add over the state.
     """
 
     @staticmethod
     def forward(ctx, x, dt, b, c, a, h):
         x, dt, b, c = (t.transpose(0, 1).contiguous() for t in (x, dt, b, c))
+        a, h = a.T.contiguous(), h.transpose(1, 2).contiguous()
         chunks = _chunks(len(x), h)
         borders = h.new_empty(len(chunks), *h.shape)
         y = torch.empty_like(x)
@@ -171,15 +173,15 @@ class _ChunkedScan(torch.autograd.Function):
             some = slice(start, stop)
             decay, states = _decays_and_inputs(x[some], dt[some], a, b[some])
             h = _run(decay, states, h)
-            torch.matmul(states, c[some].unsqueeze(-1), out=y[some].unsqueeze(-1))
-        ctx.save_for_backward(x, dt, a, b, c, borders)
-        return y.transpose(0, 1), h.clone()
+            torch.matmul(c[some].unsqueeze(-2), states, out=y[some].unsqueeze(-2))
+        ctx.save_for_backward(x, dt, b, c, a, borders)
+        return y.transpose(0, 1), h.mT.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     @first_order
     def backward(ctx, dy, dh):
-        x, dt, a, b, c, borders = ctx.saved_tensors
-        dy = dy.transpose(0, 1).contiguous()
+        x, dt, b, c, a, borders = ctx.saved_tensors
+        dy, dh = dy.transpose(0, 1).contiguous(), dh.mT
         dx, d_dt, d_b, d_c = (torch.empty_like(t) for t in (x, dt, b, c))
         d_a = torch.zeros_like(a)
         chunks = _chunks(len(x), dh)
@@ -187,25 +189,24 @@ class _ChunkedScan(torch.autograd.Function):
             some = slice(start, stop)
             decay, states = _decays_and_inputs(x[some], dt[some], a, b[some])
             _run(decay, states, border)
-            d_c[some] = (states.transpose(-1, -2) @ dy[some].unsqueeze(-1)).squeeze(-1)
+            d_c[some] = (states @ dy[some].unsqueeze(-1)).squeeze(-1)
             # Gradients of the states: dh_t = decay_{t+1} dh_{t+1} + dy_t c_t.
-            grads = dy[some].unsqueeze(-1) * c[some].unsqueeze(-2)
+            grads = c[some].unsqueeze(-1) * dy[some].unsqueeze(-2)
             grads[-1] += dh
             for t in range(len(grads) - 2, -1, -1):
                 grads[t].addcmul_(decay[t + 1], grads[t + 1])
             dh = decay[0] * grads[0]
             # Of inputs dt x b, and of exponents dt a.
-            product = dt[some] * x[some]
-            d_product = (grads @ b[some].unsqueeze(-1)).squeeze(-1)
-            d_b[some] = (grads.transpose(-1, -2) @ product.unsqueeze(-1)).squeeze(-1)
+            d_product = (b[some].unsqueeze(-2) @ grads).squeeze(-2)
+            d_b[some] = (grads @ (dt[some] * x[some]).unsqueeze(-1)).squeeze(-1)
             decay *= grads
             decay[0] *= border
             decay[1:] *= states[:-1]
-            d_a += torch.einsum("tbdn,tbd->dn", decay, dt[some])
-            d_dt[some] = torch.einsum("tbdn,dn->tbd", decay, a) + d_product * x[some]
+            d_dt[some] = (decay * a).sum(-2) + d_product * x[some]
+            d_a += decay.mul_(dt[some].unsqueeze(-2)).sum((0, 1))
             dx[some] = d_product * dt[some]
         dx, d_dt, d_b, d_c = (t.transpose(0, 1) for t in (dx, d_dt, d_b, d_c))
-        return dx, d_dt, d_b, d_c, d_a, dh
+        return dx, d_dt, d_b, d_c, d_a.T, dh.mT
 
 
 def _chunks(length: int, h: Tensor) -> list[tuple[int, int]]:
@@ -214,9 +215,9 @@ def _chunks(length: int, h: Tensor) -> list[tuple[int, int]]:
 
 
 def _decays_and_inputs(x: Tensor, dt: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(dt a) and dt x b of a chunk, each (Q, B, D, N)."""
-    decay = (dt.unsqueeze(-1) * a).exp_()
-    return decay, (dt * x).unsqueeze(-1) * b.unsqueeze(-2)
+    """exp(dt a) and dt x b of a chunk, each (Q, B, N, D)."""
+    decay = (dt.unsqueeze(-2) * a).exp_()
+    return decay, b.unsqueeze(-1) * (dt * x).unsqueeze(-2)
 
 
 def _run(decay: Tensor, states: Tensor, h: Tensor) -> Tensor:
