@@ -13,6 +13,7 @@ from importlib import metadata
 
 from mamba3 import __version__
 from mamba3.commands import (
+    convert,
     doctor,
     evaluate,
     finetune,
@@ -35,6 +36,7 @@ COMMANDS = (
     finetune,
     tokenize,
     evaluate,
+    convert,
     info,
     list_models,
     doctor,

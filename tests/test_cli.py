@@ -27,7 +27,7 @@ from mamba3.train.checkpoint import Checkpoints
 ROOT = Path(__file__).parent.parent
 DEBUG = str(ROOT / "configs" / "debug.yaml")
 COMMANDS = ["quickstart", "generate", "train", "plot", "profile", "finetune", "tokenize", "eval"]
-COMMANDS += ["info", "list", "doctor"]
+COMMANDS += ["convert", "info", "list", "doctor"]
 # Where the module of a command is not named after it.
 MODULES = {"eval": "evaluate", "list": "list_models"}
 

@@ -1,0 +1,418 @@
+"""Checkpoints in the forms of other packages: mamba_ssm (the official one) and fla, and back.
+
+    form         config.json                       weights
+    mamba3       this package's                    safetensors
+    mamba_ssm    with an ssm_cfg                   pytorch_model.bin
+    fla          with hidden_size, as fla 0.6.0    safetensors
+
+Tensors are never changed. Between mamba3 and mamba_ssm their names are the same too; fla has
+`backbone.embeddings` for `backbone.embedding`. What a form cannot say is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .checkpoint_files import (
+    CONFIG,
+    DTYPES,
+    INDEX,
+    OFFICIAL,
+    SHARD,
+    SINGLE,
+    STAGING,
+    read_json,
+    read_weights,
+    write_json,
+    write_weights,
+)
+from .config import Mamba3Config
+from .hub import EMBEDDING, HEAD, filled, load_pretrained, save_pretrained
+from .models.lm import Mamba3LM
+from .zoo import resolve
+
+FORMS = ("mamba_ssm", "mamba3", "fla")
+FLA_EMBEDDING = "backbone.embeddings.weight"
+# Taken along unchanged when the source has them.
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+    "README.md",
+    "LICENSE",
+)
+ROPE_FRACTIONS = (0.5, 1.0)  # those that mamba_ssm and fla have
+# Not of the trained model: only how a new one is initialised, or written another way.
+_NO_MATTER = {"angle_init_scale", "d_intermediate", "mlp_multiple"}
+# Ours, by fla's name.
+_FLA_FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "d_model",
+    "num_hidden_layers": "n_layer",
+    "state_size": "d_state",
+    "expand": "expand",
+    "head_dim": "headdim",
+    "n_groups": "ngroups",
+    "is_mimo": "is_mimo",
+    "mimo_rank": "mimo_rank",
+    "rope_fraction": "rope_fraction",
+    "is_outproj_norm": "is_outproj_norm",
+    "A_floor": "a_floor",
+    "dt_min": "dt_min",
+    "dt_max": "dt_max",
+    "dt_init_floor": "dt_init_floor",
+    "norm_eps": "norm_eps",
+    "residual_in_fp32": "residual_in_fp32",
+    "tie_word_embeddings": "tie_embeddings",
+}
+
+
+class Converted(NamedTuple):
+    """What a conversion came to.
+
+    source, destination: folders.
+    source_form, form: of `FORMS`.
+    n_parameters: a head tied to the embedding counts once.
+    dtype: of the matrices in the destination.
+    difference: of the logits from the source's on random ids, RMS over RMS; 0 unless the dtype
+        changed.
+    files: in the destination.
+    """
+
+    source: Path
+    destination: Path
+    source_form: str
+    form: str
+    n_parameters: int
+    dtype: torch.dtype
+    difference: float
+    files: list[str]
+
+
+def convert(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    to: str,
+    dtype: torch.dtype | None = None,
+    a_activation: str | None = None,
+    overwrite: bool = False,
+) -> Converted:
+    """Write a checkpoint in the form of another package, checked by loading it again.
+
+    Every tensor must come back as it was, and the logits on random ids with them; until then
+    nothing is in the destination.
+
+    Args:
+        source: a folder in any of `FORMS`, or a name, see `mamba3.zoo.resolve`.
+        destination: a folder, made if needed; its other files stay.
+        to: the form to write, of `FORMS`.
+        dtype: of the weights; None keeps the stored one. Parameters that must stay float32 do.
+        a_activation: overrides the source's; see `Mamba3Config`.
+        overwrite: replace a checkpoint that is in the destination.
+
+    Raises:
+        FileExistsError: the destination holds a checkpoint.
+        OSError: files that are missing or cannot be written.
+        ValueError, TypeError: a source that cannot be used, or that the form cannot express.
+        RuntimeError: the written checkpoint is not the source's model.
+    """
+    if to not in FORMS:
+        raise ValueError(f"the form must be one of {', '.join(FORMS)}, got {to!r}")
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
+    source, destination = resolve(source), Path(destination)
+    if destination.exists() and not destination.is_dir():
+        raise NotADirectoryError(f"'{destination}' is a file, expected a folder to write into")
+    if destination.exists() and destination.samefile(source):
+        raise ValueError(f"source and destination are the same folder, {source}; choose another")
+    if not overwrite and (held := _checkpoint_files(destination)):
+        raise FileExistsError(
+            f"'{destination}' already holds {held[0].name}; choose another folder, or overwrite"
+        )
+    source_form = form_of(read_json(source / CONFIG), source / CONFIG)
+    model = _read(source, a_activation=a_activation)
+    ids = _random_ids(model.config.vocab_size)
+    expected = _logits(model, ids)
+    if dtype is not None:
+        model = _read(source, a_activation=model.config.a_activation, dtype=dtype)
+    config = _CONFIGS[to](model.config)
+
+    is_new = not destination.exists()
+    destination.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=destination))
+    try:
+        _write(model, config, staging, to)
+        logits = _check_written(model, staging, ids)
+        for name in COMPANIONS:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, staging / name)
+        files = _install(staging, destination)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        if is_new and not any(destination.iterdir()):
+            destination.rmdir()
+    return Converted(
+        source=source,
+        destination=destination,
+        source_form=source_form,
+        form=to,
+        n_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        dtype=model.backbone.embedding.weight.dtype,
+        difference=_difference(logits, expected),
+        files=files,
+    )
+
+
+def form_of(data: Any, file: Path) -> str:
+    """Which of `FORMS` a parsed config.json is of.
+
+    Raises:
+        ValueError: it is no mapping; `file` is for the message.
+    """
+    if not isinstance(data, dict):
+        raise ValueError(f"{file} holds a {type(data).__name__}, expected keys and values")
+    if "ssm_cfg" in data:
+        return "mamba_ssm"
+    return "fla" if data.get("model_type") == "mamba3" and "hidden_size" in data else "mamba3"
+
+
+def to_official(config: Mamba3Config) -> dict[str, Any]:
+    """The config.json of an official (`state-spaces/mamba`) checkpoint.
+
+    It says which activation the decay has, under a key of ssm_cfg that the official code passes
+    over.
+
+    Raises:
+        ValueError: the official form cannot express this model; the message names what.
+    """
+    _check_rope_fraction(config, "mamba_ssm")
+    ssm = {
+        "layer": "Mamba3",
+        **{name: getattr(config, name) for name in ("d_state", "expand", "headdim", "ngroups")},
+        "rope_fraction": config.rope_fraction,
+        **{name: getattr(config, name) for name in ("dt_min", "dt_max", "dt_init_floor")},
+        "A_floor": config.a_floor,
+        # The official kernels' tile; it changes no number.
+        "chunk_size": max(8, 64 // config.rank),
+        "is_mimo": config.is_mimo,
+        "mimo_rank": config.mimo_rank,
+        "is_outproj_norm": config.is_outproj_norm,
+        "a_activation": config.a_activation,
+    }
+    data = {
+        "d_model": config.d_model,
+        "d_intermediate": config.mlp_width,
+        "n_layer": config.n_layer,
+        "vocab_size": config.vocab_size,
+        "ssm_cfg": ssm,
+        "attn_layer_idx": [],
+        "attn_cfg": {},
+        "rms_norm": True,
+        "residual_in_fp32": config.residual_in_fp32,
+        "fused_add_norm": False,
+        "pad_vocab_size_multiple": config.pad_vocab_size_multiple,
+        "tie_embeddings": config.tie_embeddings,
+    }
+    _check_expressed(config, Mamba3Config.from_official(data), "mamba_ssm")
+    return data
+
+
+def to_fla(config: Mamba3Config) -> dict[str, Any]:
+    """The config.json of flash-linear-attention's `Mamba3ForCausalLM`.
+
+    The vocabulary becomes the padded one, since fla pads none. Ids of special tokens are left
+    open, as the tokenizer has them.
+
+    Raises:
+        ValueError: fla cannot express this model: its Mamba-3 has no MLP, and its decay is
+            softplus.
+    """
+    if config.mlp_width:
+        raise ValueError(
+            f"fla's Mamba-3 has no MLP, and this model has one of width {config.mlp_width}"
+        )
+    if config.a_activation != "softplus":
+        raise ValueError(
+            f"fla's Mamba-3 computes the decay by softplus, and this model's a_activation is "
+            f"{config.a_activation!r}: fla would give other numbers. If the weights were trained "
+            "with softplus, say a_activation='softplus'"
+        )
+    _check_rope_fraction(config, "fla")
+    data = {
+        "architectures": ["Mamba3ForCausalLM"],
+        "model_type": "mamba3",
+        **{theirs: getattr(config, ours) for theirs, ours in _FLA_FIELDS.items()},
+        "vocab_size": config.padded_vocab_size,
+        "chunk_size": max(8, 64 // config.rank),
+        "hidden_act": "silu",
+        "use_bias": False,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+    }
+    expected = dataclasses.replace(
+        config, vocab_size=config.padded_vocab_size, pad_vocab_size_multiple=1
+    )
+    _check_expressed(expected, from_fla(data), "fla")
+    return data
+
+
+def from_fla(data: dict[str, Any], *, a_activation: str | None = None) -> Mamba3Config:
+    """Read the config.json of flash-linear-attention's Mamba-3.
+
+    Args:
+        data: the parsed file.
+        a_activation: None takes softplus, which is what fla computes.
+
+    Raises:
+        ValueError: keys are missing, or it has biases, which no other form has.
+        TypeError: a value of the wrong type.
+    """
+    if missing := sorted(_FLA_FIELDS.keys() - data.keys()):
+        raise ValueError(f"the config of an fla model lacks {', '.join(missing)}")
+    if data.get("use_bias"):
+        raise ValueError("use_bias is true: projections with a bias are not supported")
+    return Mamba3Config(
+        **{ours: data[theirs] for theirs, ours in _FLA_FIELDS.items()},
+        pad_vocab_size_multiple=1,
+        a_activation=a_activation or "softplus",
+    )
+
+
+_CONFIGS = {"mamba_ssm": to_official, "mamba3": Mamba3Config.to_dict, "fla": to_fla}
+
+
+def _check_rope_fraction(config: Mamba3Config, form: str) -> None:
+    if config.rope_fraction not in ROPE_FRACTIONS:
+        raise ValueError(
+            f"{form} has a rope_fraction of 0.5 or 1.0, and this model's is {config.rope_fraction}"
+        )
+
+
+def _check_expressed(config: Mamba3Config, read: Mamba3Config, form: str) -> None:
+    """Raise a ValueError where a model would come back as another."""
+    ours, theirs = config.to_dict(), read.to_dict()
+    lost = [
+        f"{name} {value} (it would be {theirs[name]})"
+        for name, value in ours.items()
+        if name not in _NO_MATTER and value != theirs[name]
+    ]
+    if config.mlp_width != read.mlp_width:
+        lost.append(f"an MLP of width {config.mlp_width} (it would be {read.mlp_width})")
+    if lost:
+        raise ValueError(f"the form {form} cannot express this model's {', '.join(lost)}")
+
+
+def _read(
+    folder: Path, *, a_activation: str | None = None, dtype: torch.dtype | None = None
+) -> Mamba3LM:
+    """The model in a folder of any form."""
+    file = folder / CONFIG
+    data = read_json(file)
+    if form_of(data, file) != "fla":
+        return load_pretrained(folder, dtype=dtype, a_activation=a_activation)
+    try:
+        model = Mamba3LM(from_fla(data, a_activation=a_activation), device="meta")
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{file}: {error}") from error
+    source, tensors = read_weights(folder)
+    if FLA_EMBEDDING in tensors:
+        tensors[EMBEDDING] = tensors.pop(FLA_EMBEDDING)
+    head = tensors.get(HEAD)
+    if model.config.tie_embeddings and head is not None:
+        if not torch.equal(head, tensors.get(EMBEDDING, head)):
+            raise ValueError(f"{source}: {HEAD} is not the embedding, though the config ties them")
+        tensors.setdefault(EMBEDDING, head)
+    wide = model.float32_parameter_names()
+    for name, tensor in tensors.items():
+        target = dtype or tensor.dtype
+        if name in wide:
+            target = torch.promote_types(target, torch.float32)
+        tensors[name] = tensor.to(target, copy=True)
+    try:
+        return filled(model, tensors)
+    except (KeyError, RuntimeError) as error:  # what load_state_dict raises for a bad fit
+        raise ValueError(f"{source} does not fit {file}: {error}") from error
+
+
+def _write(model: Mamba3LM, config: dict[str, Any], folder: Path, form: str) -> None:
+    """Write config and weights into an empty folder."""
+    if form == "mamba3":
+        save_pretrained(model, folder)
+        return
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    if form == "mamba_ssm":
+        torch.save(tensors, folder / OFFICIAL)
+    else:
+        if model.config.tie_embeddings:  # fla's older versions do not tie what is missing
+            tensors[HEAD] = tensors[HEAD].clone()
+        tensors[FLA_EMBEDDING] = tensors.pop(EMBEDDING)
+        write_weights(tensors, folder, folder, max_shard_size="5GB", metadata={"format": "pt"})
+    write_json(folder / CONFIG, config)
+
+
+def _check_written(model: Mamba3LM, folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    """The logits of what was written, after a check that it is the model."""
+    read = _read(folder)
+    expected, got = model.state_dict(), read.state_dict()
+    changed = [
+        name
+        for name, tensor in expected.items()
+        if got[name].dtype != tensor.dtype or not torch.equal(got[name], tensor)
+    ]
+    logits = _logits(read, ids)
+    # The tensors lie elsewhere in memory, and BLAS may add in another order for that.
+    allowed = 16 * torch.finfo(model.backbone.embedding.weight.dtype).eps
+    if changed or not _difference(logits, _logits(model, ids)) <= allowed:
+        raise RuntimeError(
+            "the written checkpoint does not load as the source's model, and was discarded: "
+            + (f"{', '.join(changed)} changed" if changed else "its logits are others")
+        )
+    return logits
+
+
+def _random_ids(vocab_size: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocab_size, (2, 37), generator=generator)
+
+
+@torch.no_grad()
+def _logits(model: Mamba3LM, ids: torch.Tensor) -> torch.Tensor:
+    return model(ids).logits.double()
+
+
+def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root of the mean square of the difference, over that of what is expected."""
+    return ((got - expected).norm() / expected.norm().clamp(min=1e-300)).item()
+
+
+def _checkpoint_files(folder: Path) -> list[Path]:
+    """What is of a checkpoint in a folder: config and weights."""
+    if not folder.is_dir():
+        return []
+    names = {CONFIG, SINGLE, INDEX, OFFICIAL}
+    return sorted(f for f in folder.iterdir() if f.name in names or SHARD.fullmatch(f.name))
+
+
+def _install(staging: Path, destination: Path) -> list[str]:
+    """Move what was written to its place, weights last: a crash leaves none, never wrong ones."""
+    for old in reversed(_checkpoint_files(destination)):
+        old.unlink()
+    weights = {file.name for file in _checkpoint_files(staging)} - {CONFIG}
+    names = sorted((f.name for f in staging.iterdir()), key=lambda n: (n in weights, n != CONFIG))
+    for name in names:
+        os.replace(staging / name, destination / name)
+        # safetensors leaves its files readable by their owner alone.
+        shutil.copymode(destination / CONFIG, destination / name)
+    return names
