@@ -24,8 +24,11 @@ from typing import Any
 
 A_ACTIVATIONS = ("heavy_tail", "softplus")
 
-# Keys of our own config.json that are not fields: what kind of file it is.
-_LABELS = {"model_type", "architectures"}
+# Keys of our own config.json that are not fields: what kind of file it is, and what transformers
+# writes beside.
+TRANSFORMERS_KEYS = {"architectures", "auto_map", "dtype", "transformers_version"}
+TRANSFORMERS_KEYS |= {"bos_token_id", "eos_token_id", "pad_token_id"}
+_LABELS = {"model_type"} | TRANSFORMERS_KEYS
 
 # The keys of the official form that set a field, at its top level and in ssm_cfg.
 _OFFICIAL_FIELDS = {"d_model", "d_intermediate", "n_layer", "vocab_size", "residual_in_fp32"}
