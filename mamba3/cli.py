@@ -13,6 +13,7 @@ from importlib import metadata
 
 from mamba3 import __version__
 from mamba3.commands import (
+    chat,
     convert,
     doctor,
     evaluate,
@@ -22,6 +23,7 @@ from mamba3.commands import (
     list_models,
     plot,
     profile,
+    push,
     quickstart,
     tokenize,
     train,
@@ -30,6 +32,7 @@ from mamba3.commands import (
 COMMANDS = (
     quickstart,
     generate,
+    chat,
     train,
     plot,
     profile,
@@ -39,6 +42,7 @@ COMMANDS = (
     convert,
     info,
     list_models,
+    push,
     doctor,
 )
 

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import logging
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,6 +47,7 @@ def generate(
     seed: int | None = None,
     state: LMState | None = None,
     return_state: bool = False,
+    on_step: Callable[[Tensor], Tensor | None] | None = None,
 ) -> Tensor | tuple[Tensor, LMState]:
     """Continue each prompt of a batch by at most `max_new_tokens` tokens.
 
@@ -71,6 +72,8 @@ def generate(
         state: continue from this state of the same B rows (as returned by an earlier call);
             `input_ids` are then the tokens that follow it.
         return_state: also return the state after all real tokens of the result.
+        on_step: called with each step's tokens, (B,) int64, as soon as they are known. Rows where
+            it returns True, (B,) bool, end with this token; None ends no row.
 
     Returns:
         (B, L + new) int64: padding first, then the prompt, then the new tokens. A prompt padded
@@ -91,17 +94,16 @@ def generate(
     )
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     logits, prompt_state = _read_prompt(model, request)
-    new = torch.stack(list(_decode(model, request, sampler, logits, prompt_state)), dim=1)
+    steps = _decode(model, request, sampler, logits, prompt_state, on_step)
+    new, ended = (torch.stack(each, dim=1) for each in zip(*steps, strict=True))
     result = torch.cat([request.input_ids, new], dim=1)
     if not return_state:
         return result
     # The last tokens were never fed, and rows that ended early were fed more than they said. One
     # masked pass over the new tokens gives each row the state that it would have alone. It is not
     # made in inference mode, so that the state can be trained from.
-    ended = torch.isin(new, request.eos).long()
-    real = ended.cumsum(dim=1) - ended == 0
     with torch.no_grad():
-        _, state = _forward(model, new, None if real.all() else real, prompt_state)
+        _, state = _forward(model, new, ~ended if ended.any() else None, prompt_state)
     return result, state
 
 
@@ -132,7 +134,8 @@ def stream(
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty, seed)
 
     def steps():
-        yield from _decode(model, request, sampler, *_read_prompt(model, request))
+        for tokens, _ in _decode(model, request, sampler, *_read_prompt(model, request)):
+            yield tokens
 
     return steps()
 
@@ -150,9 +153,17 @@ def _read_prompt(model: Mamba3LM, request: _Request) -> tuple[Tensor, LMState]:
 
 
 def _decode(
-    model: Mamba3LM, request: _Request, sampler: Sampler, logits: Tensor, state: LMState
-) -> Iterator[Tensor]:
-    """Yield each step's tokens (B,), given what came of the prompt; the state is left as it is."""
+    model: Mamba3LM,
+    request: _Request,
+    sampler: Sampler,
+    logits: Tensor,
+    state: LMState,
+    on_step: Callable[[Tensor], Tensor | None] | None = None,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each step's tokens (B,), and which rows (B,) had ended before it.
+
+    It goes on from what came of the prompt; the state is left as it is.
+    """
     ids, vocab_size = request.input_ids, model.config.vocab_size
     generator = None
     if sampler.seed is not None:
@@ -161,16 +172,19 @@ def _decode(
     # outside of it can be trained on.
     with torch.inference_mode():
         seen = _tokens_seen(ids, request.mask, vocab_size)
-        done = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
+    done = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
+    can_end = on_step is not None or request.eos.numel()
     with contextlib.closing(Decoder(model, state, request.max_new_tokens - 1)) as decoder:
         for tokens_left in reversed(range(request.max_new_tokens)):
             with torch.inference_mode():
                 chosen = sampler(logits[:, :vocab_size].float(), seen, generator)
                 seen.scatter_(1, chosen[:, None], True)
             tokens = chosen.masked_fill(done, request.pad_token_id)
-            done = done | torch.isin(chosen, request.eos)
-            yield tokens
-            if tokens_left == 0 or (request.eos.numel() and done.all()):
+            before, done = done, done | torch.isin(chosen, request.eos)
+            if on_step is not None and (more := on_step(tokens)) is not None:
+                done = done | more.to(done)
+            yield tokens, before
+            if tokens_left == 0 or (can_end and done.all()):
                 return
             # A row that has ended is still fed what it would say: pad_token_id may be any number.
             logits = decoder(chosen)

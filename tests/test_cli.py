@@ -26,8 +26,8 @@ from mamba3.train.checkpoint import Checkpoints
 
 ROOT = Path(__file__).parent.parent
 DEBUG = str(ROOT / "configs" / "debug.yaml")
-COMMANDS = ["quickstart", "generate", "train", "plot", "profile", "finetune", "tokenize", "eval"]
-COMMANDS += ["convert", "info", "list", "doctor"]
+COMMANDS = ["quickstart", "generate", "chat", "train", "plot", "profile", "finetune", "tokenize"]
+COMMANDS += ["eval", "convert", "info", "list", "doctor"]
 # Where the module of a command is not named after it.
 MODULES = {"eval": "evaluate", "list": "list_models"}
 
@@ -284,7 +284,7 @@ def test_info_of_an_official_folder_warns_in_one_line(capsys):
 def test_list(capsys):
     assert main(["list"]) == 0
     output = capsys.readouterr().out
-    for name in mamba3.list_models():
+    for name in mamba3.list_models(shipped=True):
         n = sum(parameter.numel() for parameter in load_model(name).parameters())
         assert f"{name}  {n:,} parameters" in output
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from mamba3.commands.arguments import QUICKSTART_MODEL, add_model, command
 from mamba3.commands.loading import device_of, load
 
@@ -12,8 +15,31 @@ def add(commands) -> None:
     example = f'mamba3 generate --model {QUICKSTART_MODEL} "8+7=" "3-9="'
     add = command(commands, run, example).add_argument
     add_model(add)
-    add("prompts", nargs="+", metavar="PROMPT", help="text to continue; several make one batch")
-    add("--max-new-tokens", type=int, default=64, metavar="N", help="most new tokens (%(default)s)")
+    add_tokenizer(add)
+    add("prompts", nargs="*", metavar="PROMPT", help="text to continue; several make one batch")
+    add("--file", metavar="F", help="prompts: a line each, or .jsonl rows with prompt or messages")
+    add("--batch-size", type=int, default=16, metavar="N", help="prompts at a time (%(default)s)")
+    add(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated"
+    )
+    add("--chat", action="store_true", help="prompts are a user's messages to a chat model")
+    add("--system", metavar="TEXT", help="with --chat, what the system message says")
+    add_sampling(add, max_new_tokens=64)
+    add("--json", action="store_true", help="print each result as a line of JSON")
+
+
+def add_tokenizer(add) -> None:
+    """--tokenizer."""
+    add(
+        "--tokenizer",
+        metavar="NAME_OR_PATH",
+        help='a folder, file, Hub id or "bytes" (the tokenizer beside the model)',
+    )
+
+
+def add_sampling(add, *, max_new_tokens: int) -> None:
+    """The options of generation."""
+    add("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help="%(default)s")
     add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     add("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens")
     add("--top-p", type=float, metavar="P", help="sample among the likeliest that make up P")
@@ -32,45 +58,90 @@ def add(commands) -> None:
 def run(args) -> None:
     """Continue one prompt, shown as it comes, or several as a batch."""
     from mamba3 import zoo
+    from mamba3.data.chat import render, turn_ends
     from mamba3.data.tokenizer import load_tokenizer
+    from mamba3.generate_text import completions, prompt_ids
 
+    rows = _rows(args)
     folder = zoo.resolve(args.model)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(args.tokenizer or folder)
+    options = {name: getattr(args, name) for name in (*OPTIONS, "stop", "batch_size")}
+    prompts = [
+        tokenizer.encode(render(row, tokenizer, True))
+        if isinstance(row, list)
+        else prompt_ids(row, tokenizer)
+        for row in rows
+    ]
+    if args.chat:
+        options["eos_token_id"], ends = turn_ends(tokenizer)
+        options["stop"] = [*args.stop, *ends]
     model = load(folder, device_of(args))
-    options = {name: getattr(args, name) for name in OPTIONS}
-    if len(args.prompts) == 1:
-        _print_stream(model, tokenizer, args.prompts[0], **options)
-    else:
-        print(*texts(model, tokenizer, args.prompts, **options), sep="\n")
+    # The answer to a message is shown alone, a continuation after what it continues.
+    shown = ["" if args.chat else tokenizer.decode(ids) for ids in prompts]
+    if len(prompts) == 1 and not args.json:
+        print(shown[0], end="", flush=True)
+        options["stream"] = lambda _, piece: print(piece, end="", flush=True)
+        list(completions(model, tokenizer, prompts, **options))
+        print()
+        return
+    made = completions(model, tokenizer, prompts, **options)
+    for row, text, completion in zip(rows, shown, made, strict=True):
+        print(_json_line(row, completion) if args.json else text + completion.text, flush=True)
 
 
-def _print_stream(model, tokenizer, prompt: str, **options) -> None:
-    import torch
+def _json_line(row: str | list[dict], completion) -> str:
+    result = {
+        "messages" if isinstance(row, list) else "prompt": row,
+        "completion": completion.text,
+        "ended_by": completion.ended_by,
+        "n_tokens": len(completion.ids),
+    }
+    return json.dumps(result, ensure_ascii=False)
 
-    from mamba3.generate import stream
 
-    ids = tokenizer.encode_prompt(prompt)
-    input_ids = torch.tensor([ids], device=next(model.parameters()).device)
-    steps = stream(model, input_ids, eos_token_id=tokenizer.eos_token_id, **options)
-    print(tokenizer.decode(ids), end="", flush=True)
-    for tokens in steps:
-        print(tokenizer.decode(tokens), end="", flush=True)
-    print()
+def _rows(args) -> list[str | list[dict]]:
+    """What to continue: texts, or with --chat conversations."""
+    if bool(args.prompts) == (args.file is not None):
+        raise ValueError("give prompts or --file, one of them")
+    if args.system is not None and not args.chat:
+        raise ValueError("--system needs --chat")
+    rows = args.prompts or _read_file(Path(args.file), chat=args.chat)
+    if not args.chat:
+        return rows
+    opening = [] if args.system is None else [{"role": "system", "content": args.system}]
+    return [
+        [*opening, *([{"role": "user", "content": row}] if isinstance(row, str) else row)]
+        for row in rows
+    ]
+
+
+def _read_file(path: Path, *, chat: bool) -> list[str | list[dict]]:
+    """The prompts of a file: its lines, or the "prompt" or "messages" of its rows."""
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        line = line.removesuffix("\r")
+        if not line.strip():
+            continue
+        if path.suffix != ".jsonl":
+            rows.append(line)
+            continue
+        try:
+            row = json.loads(line)
+            rows.append(row["messages"] if chat and "messages" in row else row["prompt"])
+        except (ValueError, TypeError, KeyError):
+            rows.append(None)
+        if not isinstance(rows[-1], list if chat and isinstance(rows[-1], list) else str):
+            wanted = '"prompt", a string' + (', or "messages", a list' if chat else "")
+            raise ValueError(f"{path}, line {number}: expected an object with {wanted}")
+    if not rows:
+        raise ValueError(f"{path} holds no prompt")
+    return rows
 
 
 def texts(model, tokenizer, prompts: list[str], **options) -> list[str]:
     """Prompts with their continuations."""
-    from mamba3.data.problems import prompt_batch
-    from mamba3.generate import generate
+    from mamba3.generate_text import generate_text
 
-    input_ids, mask = prompt_batch(prompts, tokenizer)
-    device = next(model.parameters()).device
-    output = generate(
-        model,
-        input_ids.to(device),
-        attention_mask=mask.to(device),
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **options,
-    )
-    return [tokenizer.decode(row) for row in output]
+    made = generate_text(model, tokenizer, prompts, **options)
+    ids = map(tokenizer.encode_prompt, prompts)
+    return [tokenizer.decode(row) + text for row, text in zip(ids, made, strict=True)]

@@ -106,6 +106,15 @@ def turn_end(tokenizer: Tokenizer) -> str:
     return text.rpartition(answer)[2].strip()
 
 
+def turn_ends(tokenizer: Tokenizer) -> tuple[list[int], list[str]]:
+    """The tokens and the strings that end an answer: eos, and what ends it in the template."""
+    end, eos = turn_end(tokenizer), tokenizer.eos_token_id
+    ids = tokenizer.encode(end)
+    if len(ids) == 1:
+        return list(dict.fromkeys([eos, *ids])), []
+    return [eos], [end] if ids and eos not in ids else []
+
+
 def _assistant_spans(
     messages: Sequence[Message], tokenizer: Tokenizer
 ) -> tuple[str, list[tuple[int, int]]]:
