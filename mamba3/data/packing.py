@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from mamba3.data.problems import Batch, Problem, ids_and_labels
+from mamba3.data.rows import Row
 from mamba3.data.shuffle import Shuffled
-from mamba3.data.tokenizer import CharTokenizer
+from mamba3.data.tokenizer import Tokenizer
 from mamba3.models.lm import IGNORE
 
 
@@ -29,9 +31,64 @@ class Document(NamedTuple):
     labels: Sequence[int]
 
 
-def documents_of(problems: Iterable[Problem], tokenizer: CharTokenizer) -> list[Document]:
+def documents_of(problems: Iterable[Problem], tokenizer: Tokenizer) -> list[Document]:
     """Problems as documents; their answers are scored."""
     return [Document(*ids_and_labels(problem, tokenizer)) for problem in problems]
+
+
+def document_of(row: Row, tokenizer: Tokenizer, *, all_tokens: bool = False) -> Document:
+    """A row of a user's own as a document.
+
+    Of a text everything is scored, of a prompt with a completion the completion and its end, of a
+    conversation what the assistant says.
+
+    Args:
+        row: of `mamba3.data.rows`.
+        tokenizer: the model's.
+        all_tokens: whether everything is scored, whatever the row is.
+
+    Raises:
+        ValueError: the tokenizer cannot encode it, or nothing of it would be scored; with its file
+            and line.
+    """
+    try:
+        ids, labels = _ids_and_labels(row, tokenizer)
+    except ValueError as error:
+        raise row.error(error) from None
+    if all_tokens:
+        labels = ids
+    if all(label == IGNORE for label in labels[1:]):
+        raise row.error("no token of it would be trained on")
+    return Document(ids, labels)
+
+
+def _ids_and_labels(row: Row, tokenizer: Tokenizer) -> tuple[Sequence[int], Sequence[int]]:
+    if row.form == "messages":
+        from mamba3.data.chat import encode_chat  # with a template engine, which others do without
+
+        return encode_chat(row.content, tokenizer)
+    if row.form == "prompt":
+        return ids_and_labels(Problem("", *row.content), tokenizer)
+    ids = [*tokenizer.encode(row.content), tokenizer.eos_token_id]
+    if tokenizer.bos_token_id is not None:
+        ids.insert(0, tokenizer.bos_token_id)
+    return ids, ids
+
+
+def cut(document: Document, length: int, *, into_many: bool) -> list[Document]:
+    """A document cut to at most `length` tokens, without what has nothing scored then.
+
+    Args:
+        document: of any length.
+        length: of the parts.
+        into_many: whether the rest makes further documents, or is lost.
+    """
+    stop = len(document.input_ids) if into_many else length
+    parts = [
+        Document(document.input_ids[i : i + length], document.labels[i : i + length])
+        for i in range(0, stop, length)
+    ]
+    return [part for part in parts if any(label != IGNORE for label in part.labels[1:])]
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -117,6 +174,7 @@ class PackedStream:
         seed: of the packing and the orders.
 
     Attributes:
+        n_rows: rows in an epoch.
         fill: share of the tokens that are not pads, over an epoch.
 
     Raises:
@@ -129,25 +187,98 @@ class PackedStream:
         lengths = [len(document.input_ids) for document in documents]
         _check_fits(lengths, length)  # here, where numbers are the caller's
         self.length, self.batch_size = length, batch_size
-        # Three tensors instead of lists of lists: small, and shared with workers, not copied.
-        self._input_ids = _flat(document.input_ids for document in documents)
-        self._labels = _flat(document.labels for document in documents)
-        self._starts = torch.tensor([0, *accumulate(lengths)])
+        self._documents = _Documents(documents)
         mixed = Shuffled(len(documents), seed)
         order = [mixed(i) for i in range(len(documents))]
         self._rows = [
             [order[i] for i in row] for row in best_fit([lengths[i] for i in order], length)
         ]
-        self._order = Shuffled(len(self._rows), seed)
-        self.fill = sum(lengths) / (length * len(self._rows))
+        self.n_rows = len(self._rows)
+        self._order = Shuffled(self.n_rows, seed)
+        self.fill = sum(lengths) / (length * self.n_rows)
 
     def __call__(self, index: int) -> Batch:
         """Batch number `index`, from 0."""
         first = index * self.batch_size
         rows = [self._rows[self._order(i)] for i in range(first, first + self.batch_size)]
-        return pack([[self._document(number) for number in row] for row in rows], self.length)
+        return pack([[self._documents[number] for number in row] for row in rows], self.length)
 
-    def _document(self, number: int) -> Document:
+
+class PaddedStream:
+    """An endless stream of batches with a document a row, every document once an epoch.
+
+    Rows are padded on the right to the longest of their batch. Batch i is a function of (documents,
+    batch_size, seed, i).
+
+    Args:
+        documents: what to train on.
+        batch_size: documents in a batch; a batch may reach over the end of an epoch.
+        seed: of the orders.
+
+    Raises:
+        ValueError: there are no documents.
+    """
+
+    def __init__(self, documents: Sequence[Document], *, batch_size: int, seed: int):
+        if not documents:
+            raise ValueError("there are no documents to train on")
+        self.batch_size = batch_size
+        self._documents = _Documents(documents)
+        self._order = Shuffled(len(documents), seed)
+
+    def __call__(self, index: int) -> Batch:
+        """Batch number `index`, from 0."""
+        first = index * self.batch_size
+        numbers = map(self._order, range(first, first + self.batch_size))
+        return padded([self._documents[number] for number in numbers])
+
+
+class MixedStream:
+    """Batches whose rows come from two streams, those of the first one before the others.
+
+    Args:
+        first, second: streams of batches, both with `seq_idx` or both without.
+    """
+
+    def __init__(self, first: Callable[[int], Batch], second: Callable[[int], Batch]):
+        self.first, self.second = first, second
+
+    def __call__(self, index: int) -> Batch:
+        """Batch number `index`, from 0."""
+        parts = self.first(index), self.second(index)
+        length = max(part.input_ids.shape[1] for part in parts)
+
+        def joined(tensors: Sequence[torch.Tensor], fill: int) -> torch.Tensor:
+            return torch.cat([F.pad(t, (0, length - t.shape[1]), value=fill) for t in tensors])
+
+        numbers = None
+        if parts[0].seq_idx is not None:
+            numbers = joined([part.seq_idx for part in parts], 0)
+        return Batch(
+            joined([part.input_ids for part in parts], 0),
+            joined([part.labels for part in parts], IGNORE),
+            sum(part.n_tokens for part in parts),
+            numbers,
+        )
+
+
+def padded(documents: Sequence[Document]) -> Batch:
+    """Make a batch with a document a row, as long as the longest."""
+    length = max(len(document.input_ids) for document in documents)
+    return pack([[document] for document in documents], length)._replace(seq_idx=None)
+
+
+class _Documents:
+    """Documents as three tensors: small, and shared with workers instead of copied."""
+
+    def __init__(self, documents: Sequence[Document]):
+        self._input_ids = _flat(document.input_ids for document in documents)
+        self._labels = _flat(document.labels for document in documents)
+        self._starts = torch.tensor(
+            [0, *accumulate(len(document.input_ids) for document in documents)]
+        )
+
+    def __getitem__(self, number: int) -> Document:
         start, stop = self._starts[number : number + 2].tolist()
         return Document(self._input_ids[start:stop], self._labels[start:stop])
 

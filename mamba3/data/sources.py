@@ -12,7 +12,7 @@ import json
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SUFFIXES = (".jsonl", ".parquet", ".txt")
 
@@ -29,6 +29,72 @@ class Text(NamedTuple):
     where: str
     n_bytes: float = 0.0
     error: str = ""
+
+
+class Record(NamedTuple):
+    """A line of a JSONL file, a row of a Parquet file or a paragraph of a text.
+
+    value: the object, or the paragraph; None if it cannot be read, and `error` then says why.
+    where: file and line, for messages.
+    line: how it stands there, shortened, for messages.
+    """
+
+    value: Any
+    where: str
+    line: str
+    error: str = ""
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """Read what a file holds, in order: objects, or paragraphs of a text (any other suffix).
+
+    Paragraphs are what blank lines part.
+
+    Args:
+        path: an existing file.
+
+    Raises:
+        ValueError: a Parquet file that is damaged.
+        RuntimeError: it is a Parquet file, and pyarrow is not installed.
+    """
+    if path.suffix == ".parquet":
+        for number, row in _parquet(path, None):
+            yield Record(row, f"{path}, row {number}", reprlib.repr(row))
+        return
+    parts = _numbered_lines(path) if path.suffix == ".jsonl" else _paragraphs(path)
+    parse = _object if path.suffix == ".jsonl" else str
+    for number, content in parts:
+        where, line = f"{path}, line {number}", _shortened(content)
+        try:
+            yield Record(parse(content.decode("utf-8-sig")), where, line)
+        except UnicodeDecodeError as error:
+            yield Record(None, where, line, f"not UTF-8: {error}")
+        except ValueError as error:
+            yield Record(None, where, line, str(error))
+
+
+def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    with open(path, "rb") as file:
+        yield from enumerate(file, start=1)
+
+
+def _paragraphs(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The number of its first line, and the paragraph."""
+    start, lines = 0, []
+    for number, line in _numbered_lines(path):
+        if line.strip():
+            start = start if lines else number
+            lines.append(line)
+        elif lines:
+            yield start, b"".join(lines).rstrip()
+            lines = []
+    if lines:
+        yield start, b"".join(lines).rstrip()
+
+
+def _shortened(content: bytes) -> str:
+    text = content[:200].decode("utf-8", errors="replace").strip()
+    return text if len(content) <= 200 else f"{text} ..."
 
 
 def source_files(paths: Sequence[str | Path]) -> list[Path]:
@@ -102,13 +168,17 @@ def _without_end(line: str) -> str:
     return line if line.strip() else ""
 
 
-def _field(line: str, field: str) -> str:
+def _object(line: str) -> Any:
     if not line.strip():
         raise ValueError("the line is empty")
     try:
-        row = json.loads(line)
+        return json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error}") from None
+
+
+def _field(line: str, field: str) -> str:
+    row = _object(line)
     if not isinstance(row, dict):
         raise ValueError(f"expected an object with the key {field!r}, got {reprlib.repr(row)}")
     if field not in row:
@@ -125,6 +195,21 @@ def _nonempty_string(value, field: str) -> str:
 
 
 def _rows(path: Path, field: str) -> Iterator[Text]:
+    share = None
+    for number, row in _parquet(path, field):
+        if share is None:
+            share = path.stat().st_size / _parquet_length(path)
+        yield _value(f"{path}, row {number}", share, row[field], field)
+
+
+def _parquet_length(path: Path) -> int:
+    from pyarrow import parquet
+
+    return parquet.read_metadata(path).num_rows
+
+
+def _parquet(path: Path, column: str | None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows, numbered from 1, as objects of one column or of all."""
     try:
         from pyarrow import parquet
     except ImportError as error:
@@ -135,13 +220,13 @@ def _rows(path: Path, field: str) -> Iterator[Text]:
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            if field not in names:
-                raise ValueError(f"there is no column {field!r}; there are {names}")
-            share = path.stat().st_size / max(1, file.metadata.num_rows)
-            for batch in file.iter_batches(batch_size=1024, columns=[field]):
-                for value in batch.column(0).to_pylist():
+            if column is not None and column not in names:
+                raise ValueError(f"there is no column {column!r}; there are {names}")
+            columns = None if column is None else [column]
+            for batch in file.iter_batches(batch_size=1024, columns=columns):
+                for row in batch.to_pylist():
                     number += 1
-                    yield _value(f"{path}, row {number}", share, value, field)
+                    yield number, row
     # pyarrow's errors are among these, and do not name the file.
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read after row {number}: {error}") from error

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,19 +23,25 @@ import yaml
 
 from mamba3.config import Mamba3Config, coerce, from_mapping
 from mamba3.data.arithmetic import check_stages
+from mamba3.data.rows import Rows, load_rows
 from mamba3.train.log import check_loggers
 from mamba3.train.precision import PRECISIONS
 
 RECOMPUTE = ("none", "full", "selective")
 NONFINITE = ("stop", "skip")
 PARALLEL = ("ddp", "fsdp", "sharded")
+LOSS_ON = ("answers", "all")
+TOO_LONG = ("cut", "drop")
 OPTIMIZERS = {"adamw": "AdamW", "hybrid": "Muon and AdamW", "anvil": "ANVIL and AdamW"}
 
 
 # The keys of the group `data` that a kind of data has besides those of all.
 DATA_KEYS = {
     "arithmetic": {"stages", "eval_problems"},
-    "rows": {"path", "length", "valid_fraction"},
+    "rows": {
+        *("path", "length", "valid_fraction", "columns", "tokenizer", "loss_on", "too_long"),
+        *("mix", "mix_path", "stages"),
+    },
     "tokens": {"path", "eval_path", "length", "eval_rows"},
 }
 
@@ -44,17 +51,28 @@ class DataRecipe:
     """What a model is trained and measured on.
 
     Args:
-        kind: "arithmetic", problems of the curriculum; "rows", a file of prompts and completions;
-            or "tokens", a token file as `mamba3 tokenize` writes them.
+        kind: "arithmetic", problems of the curriculum; "rows", texts, prompts with completions or
+            conversations of a user's own, see `mamba3.data.rows`; or "tokens", a token file as
+            `mamba3 tokenize` writes them.
         batch_size: problems, or rows of tokens, in a step.
         workers: processes that make batches ahead of the steps; 0 makes them in between. None is
             half of the cores, at most 8, where steps run on a GPU, and 0 on a CPU.
         stages: stages of the curriculum, mixed.
         eval_problems: held-out problems of each stage in an evaluation (stage 2: all its facts).
-        path: of the .jsonl file, or of the token file.
-        length: tokens in a row. Prompts and completions are packed into rows of this length; None
-            pads each to the longest of its batch.
-        valid_fraction: share of the file's rows that are measured on, and never trained on.
+        path: of the token file; or of the file or folder of rows, or a data set of the Hub.
+        length: tokens in a row. Rows of a user's own are packed into rows of this length; None pads
+            each to the longest of its batch.
+        valid_fraction: share of the rows that are measured on, and never trained on, where no file
+            is for that.
+        columns: keys of the rows that have other names, as in {"prompt": "question"}.
+        tokenizer: name or folder of another tokenizer than that of train.init_from.
+        loss_on: "answers", the completions and what the assistant says (of texts, everything); or
+            "all" tokens.
+        too_long: what of rows of more than `length` tokens: "cut" (a text into several rows, of
+            others the rest is lost) or "drop".
+        mix: share of a step's rows that are other data, which keeps what a model knew; 0 to 1.
+        mix_path: the other data, which is measured as well: rows, or "arithmetic", the stages
+            `stages` of the curriculum.
         eval_path: token file to measure on; None keeps the last rows of `path` for it.
         eval_rows: rows of `length` tokens in an evaluation.
     """
@@ -67,12 +85,18 @@ class DataRecipe:
     path: str | None = None
     length: int | None = None
     valid_fraction: float = 0.2
+    columns: dict = field(default_factory=dict)
+    tokenizer: str | None = None
+    loss_on: str = "answers"
+    too_long: str = "cut"
+    mix: float = 0.0
+    mix_path: str | None = None
     eval_path: str | None = None
     eval_rows: int = 64
 
     def __post_init__(self):
         _coerce_fields(self)
-        _check_one_of(self, kind=DATA_KEYS)
+        _check_one_of(self, kind=DATA_KEYS, loss_on=LOSS_ON, too_long=TOO_LONG)
         object.__setattr__(self, "stages", list(check_stages(self.stages)))
         _check_at_least(self, 1, "batch_size", "eval_problems", "eval_rows")
         if self.workers is not None:
@@ -82,6 +106,32 @@ class DataRecipe:
             _check_at_least(self, 2, "length")
         if not 0 < self.valid_fraction < 1:
             raise ValueError(f"valid_fraction must lie between 0 and 1, got {self.valid_fraction}")
+        self._check_rows()
+
+    @functools.cached_property
+    def rows(self) -> Rows:
+        """The rows at `path`, which are read once."""
+        return load_rows(self.path, columns=self.columns, valid_fraction=self.valid_fraction)
+
+    @property
+    def mixed_rows(self) -> int:
+        """How many rows of a step are other data."""
+        return round(self.mix * self.batch_size)
+
+    def _check_rows(self) -> None:
+        if not isinstance(self.columns, dict):
+            raise TypeError(f"columns must map names to names, got {self.columns!r}")
+        if not 0 <= self.mix < 1:
+            raise ValueError(f"mix must be at least 0 and less than 1, got {self.mix}")
+        if self.mix and self.mix_path is None:
+            raise ValueError(
+                f"mix={self.mix} of what? mix_path names a file, or 'arithmetic', the curriculum"
+            )
+        if self.mix and not 0 < self.mixed_rows < self.batch_size:
+            raise ValueError(
+                f"mix={self.mix} of {self.batch_size} rows is {self.mixed_rows}; change mix or "
+                "batch_size"
+            )
 
     def workers_on(self, device: torch.device) -> int:
         """How many processes make batches for steps on a device."""

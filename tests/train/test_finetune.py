@@ -131,8 +131,10 @@ def test_bad_rows_and_options_are_named(base, sums, tmp_path):
         finetune(base, sums, out, batch_size=0, progress=False)
     with pytest.raises(ValueError, match="valid_fraction must lie between 0 and 1"):
         finetune(base, SKILL_FILE, out, valid_fraction=1.0, progress=False)
-    with pytest.raises(ValueError, match="at least 1 step"):
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         finetune(base, SKILL_FILE, out, steps=0, progress=False)
-    with pytest.raises(FileNotFoundError, match="neither a local folder nor a shipped model"):
+    with pytest.raises(ValueError, match="at least 1 step, got 0; raise epochs"):
+        finetune(base, SKILL_FILE, out, epochs=0.01, progress=False)
+    with pytest.raises(FileNotFoundError, match="neither a local folder nor a"):
         finetune("arithmetic-tny", SKILL_FILE, out, progress=False)
     assert not out.exists()

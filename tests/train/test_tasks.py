@@ -157,7 +157,21 @@ def test_rows_are_packed_without_leaks(tmp_path, seen, make_recipe, read_metrics
         ({"kind": "tokens", "path": "x"}, "data of kind tokens needs length"),
         ({"kind": "rows"}, "data of kind rows needs path"),
         ({"path": "x"}, "path is for data of kind rows or tokens, and the kind is arithmetic"),
-        ({"kind": "rows", "path": "x", "stages": [1]}, "stages is for data of kind arithmetic"),
+        (
+            {"kind": "tokens", "path": "x", "length": 2, "stages": [1]},
+            "stages is for data of kind arithmetic or rows",
+        ),
+        (
+            {"kind": "rows", "path": "x", "loss_on": "prompts"},
+            "loss_on must be one of answers, all",
+        ),
+        ({"kind": "rows", "path": "x", "too_long": "split"}, "too_long must be one of cut, drop"),
+        ({"kind": "rows", "path": "x", "mix": 0.1}, "mix=0.1 of what"),
+        ({"kind": "rows", "path": "x", "mix": 1.0, "mix_path": "y"}, "at least 0 and less than 1"),
+        (
+            {"kind": "rows", "path": "x", "mix": 0.1, "mix_path": "y", "batch_size": 4},
+            "mix=0.1 of 4 rows is 0",
+        ),
         ({"kind": "rows", "path": "x", "valid_fraction": 1}, "between 0 and 1"),
     ],
 )
