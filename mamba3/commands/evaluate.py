@@ -1,19 +1,25 @@
-"""eval: exact match of a model."""
+"""eval: exact match of a model, its perplexity on texts, and its loss by position."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from mamba3.commands.arguments import QUICKSTART_MODEL, add_json, add_model, command
+from mamba3.commands.arguments import QUICKSTART_MODEL, add_json, command
 from mamba3.commands.loading import device_of, load
 from mamba3.commands.printing import print_shares
 
 
 def add(commands) -> None:
     example = f"mamba3 eval --model {QUICKSTART_MODEL} --n 400"
-    add = command(commands, run, example).add_argument
-    add_model(add)
+    parser = command(commands, run, example)
+    add = parser.add_argument
+    add("name", nargs="?", metavar="MODEL", help="a name of `mamba3 list`, or a folder")
+    add("--model", metavar="NAME_OR_PATH", help="the same")
+    add("--device", help="cpu, cuda, ... (a GPU if there is one)")
+    add_json(add)
+
+    add = parser.add_argument_group("exact match of greedy answers").add_argument
     add("--data", metavar="FILE.jsonl", help="rows to measure on (the arithmetic curriculum)")
     add("--n", type=int, help="rows of the file (all), or problems of each stage (2000)")
     add(
@@ -23,12 +29,47 @@ def add(commands) -> None:
         metavar="STAGE",
         help="stages of the curriculum (those of the model's recipe, or all)",
     )
-    add_json(add)
+
+    add = parser.add_argument_group("perplexity and loss by position").add_argument
+    add(
+        "--perplexity",
+        metavar="FILE",
+        help="measure it on a .jsonl, .parquet or text file, or a token file NAME.bin",
+    )
+    add(
+        "--long-context",
+        type=int,
+        metavar="LENGTH",
+        help="also the loss by position, in windows of so many tokens",
+    )
+    add("--bucket", type=int, metavar="N", help="positions of a bucket (0-128, then doubling)")
+    add("--length", type=int, default=2048, help="tokens seen at once (%(default)s)")
+    add("--batch-size", type=int, default=8, help="windows run at once (%(default)s)")
+    add("--tokenizer", metavar="PATH_OR_NAME", help="where the model's folder has none")
+    add("--end", metavar="TOKEN", help="what ends a text (eos_token of the tokenizer)")
+    add("--field", default="text", help="key or column that holds the text (%(default)s)")
+    add("--lines", action="store_true", help="a line of a text file is a document, not the file")
 
 
 def run(args) -> None:
-    """Measure exact match of greedy answers."""
+    """Measure exact match of greedy answers, or perplexity on texts."""
     from mamba3 import zoo
+
+    names = [name for name in (args.name, args.model) if name is not None]
+    if len(names) != 1:
+        raise ValueError(f"eval takes one model, got {' and '.join(names) or 'none'}")
+    folder = zoo.resolve(names[0])
+    if args.perplexity is None:
+        if args.long_context is not None:
+            raise ValueError("--long-context needs texts: --perplexity FILE")
+        _exact_match(args, folder)
+    elif args.data or args.n is not None or args.stages:
+        raise ValueError("--perplexity goes with none of --data, --n and --stages")
+    else:
+        _perplexity(args, folder)
+
+
+def _exact_match(args, folder: Path) -> None:
     from mamba3.data import arithmetic
     from mamba3.data.jsonl import read_rows
     from mamba3.data.tokenizer import load_tokenizer
@@ -36,7 +77,6 @@ def run(args) -> None:
 
     if args.n is not None and args.n < 1:
         raise ValueError(f"--n must be at least 1, got {args.n}")
-    folder = zoo.resolve(args.model)
     tokenizer = load_tokenizer(folder)
     if args.data:
         problems = read_rows(args.data, tokenizer)[: args.n]
@@ -57,6 +97,55 @@ def run(args) -> None:
         print(f"wrong: {miss.prompt!r} gave {miss.got!r}, expected {miss.answer!r}")
     if result.truncated:
         print(f"{result.truncated} answers had not ended when they were as long as the longest")
+
+
+def _perplexity(args, folder: Path) -> None:
+    from mamba3.data.text import ENDINGS
+    from mamba3.data.text_tokenizer import load_text_tokenizer
+    from mamba3.eval.long_context import doubling_edges, even_edges, long_context
+    from mamba3.eval.perplexity import read_documents, text_perplexity
+
+    tokenizer = None
+    if Path(args.perplexity).suffix not in ENDINGS:
+        tokenizer = load_text_tokenizer(args.tokenizer or folder, end=args.end)
+
+    def documents():
+        return read_documents(args.perplexity, tokenizer, field=args.field, lines=args.lines)
+
+    model = load(folder, device_of(args))
+    told = text_perplexity(model, documents(), length=args.length, batch_size=args.batch_size)
+    curve = None
+    if (length := args.long_context) is not None:
+        edges = even_edges(length, args.bucket) if args.bucket else doubling_edges(length)
+        curve = long_context(model, documents(), length, edges=edges)
+    if args.json:
+        values = {**told._asdict(), "length": args.length}
+        if curve is not None:
+            buckets = [bucket._asdict() for bucket in curve.buckets]
+            values["long_context"] = {**curve._asdict(), "buckets": buckets}
+        print(json.dumps(values))
+        return
+    _print_perplexity(told)
+    if curve is not None:
+        _print_curve(curve)
+
+
+def _print_perplexity(told) -> None:
+    n_bytes = "" if told.n_bytes is None else f", {told.n_bytes:,} bytes"
+    print(f"{told.n_documents:,} documents, {told.n_tokens:,} tokens{n_bytes}")
+    print(f"loss             {told.loss:.4f} nats a token")
+    print(f"perplexity       {told.perplexity:.4f} a token")
+    if told.bits_per_byte is not None:
+        print(f"bits per byte    {told.bits_per_byte:.4f}")
+        print(f"byte perplexity  {told.byte_perplexity:.4f}")
+
+
+def _print_curve(curve) -> None:
+    print(f"\n{curve.n_windows:,} windows of {curve.length:,} tokens; "
+          f"{curve.n_left_out:,} documents are shorter and were left out")  # fmt: skip
+    print(f"{'positions':>17}  {'loss':>9}  {'perplexity':>11}  {'tokens':>10}")
+    for first, last, loss, perplexity, n_tokens in curve.buckets:
+        print(f"{f'{first}-{last}':>17}  {loss:9.4f}  {perplexity:11.4f}  {n_tokens:10,}")
 
 
 def _trained_stages(folder: Path) -> list[int]:
