@@ -18,6 +18,11 @@ except ImportError as error:
         f"mamba3.hf needs transformers, which cannot be imported ({error}): "
         "python -m pip install -U 'mamba3[hf]'"
     ) from error
+if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 8):
+    raise ImportError(
+        f"mamba3.hf needs transformers 5.8 or later, found {transformers.__version__}: "
+        "python -m pip install -U 'mamba3[hf]'"
+    )
 
 from .cache import Mamba3Cache
 from .config import Mamba3HFConfig

@@ -46,13 +46,12 @@ class Mamba3HFConfig(PretrainedConfig):
     def __init__(self, **values: Any):
         values = {self.attribute_map.get(key, key): value for key, value in values.items()}
         fields = {name: values.pop(name) for name in _FIELDS if name in values}
-        common = _COMMON | set(PretrainedConfig.__dataclass_fields__)
-        known = {*common, *_FIELDS, *self.attribute_map, *GenerationConfig().to_dict()}
+        common = {*PretrainedConfig().to_dict(), *GenerationConfig().to_dict(), *_COMMON}
+        known = {*_FIELDS, *self.attribute_map, *common}
         check_keys([key for key in values if not key.startswith("_")], known, where="config")
-        for name, value in dataclasses.asdict(
-            from_mapping(Mamba3Config, fields, where="config")
-        ).items():
-            setattr(self, name, value)
+        config = from_mapping(Mamba3Config, fields, where="config")
+        for name in _FIELDS:
+            setattr(self, name, getattr(config, name))
         super().__init__(**values)
 
     def to_mamba3(self) -> Mamba3Config:
@@ -64,7 +63,8 @@ class Mamba3HFConfig(PretrainedConfig):
         """Read a parsed config.json, also of the official form; see `Mamba3Config.from_dict`."""
         if "ssm_cfg" in config_dict:
             a_activation = kwargs.pop("a_activation", None)
-            config_dict = Mamba3Config.from_dict(config_dict, a_activation=a_activation).to_dict()
+            official = {k: v for k, v in config_dict.items() if not k.startswith("_")}
+            config_dict = Mamba3Config.from_dict(official, a_activation=a_activation).to_dict()
         return super().from_dict(config_dict, **kwargs)
 
     def to_diff_dict(self) -> dict[str, Any]:

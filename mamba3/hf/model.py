@@ -168,8 +168,8 @@ class Mamba3ForCausalLM(PreTrainedModel, GenerationMixin):
                 f"the cache has read {cache.get_seq_length()} tokens a row, and input_ids holds "
                 f"{input_ids.shape[1]}: pass the whole text, what was read and what is new"
             )
-        if cache is not None and not is_first_iteration:
-            kwargs["attention_mask"] = None  # a new token is never a pad
+        if next_sequence_length == 1 and not is_first_iteration:
+            kwargs["attention_mask"] = None  # a token just made is never a pad
         return super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,

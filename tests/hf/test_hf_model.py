@@ -238,9 +238,11 @@ def test_config_has_the_fields_of_mamba3_and_the_names_of_transformers(tmp_path)
     config = Mamba3HFConfig(vocab_size=5, hidden_size=16, num_hidden_layers=3, headdim=8)
     assert config.to_mamba3() == Mamba3Config(vocab_size=5, d_model=16, n_layer=3, headdim=8)
     config.num_hidden_layers = 4
+    config.quantization_config = {"quant_method": "some"}
     config.save_pretrained(tmp_path)
     read = AutoConfig.from_pretrained(tmp_path, d_state=10)
     assert (read.n_layer, read.d_state, read.state_size) == (4, 10, 10)
+    assert read.quantization_config == config.quantization_config
     with pytest.raises(TypeError, match="no key 'd_modle'; the nearest is 'd_model'"):
         Mamba3HFConfig(vocab_size=5, d_modle=16, n_layer=3)
     with pytest.raises(TypeError, match="config lacks d_model, n_layer"):
@@ -260,8 +262,12 @@ def test_official_folders_are_read_by_the_classes_themselves(tmp_path):
     assert wrapped.config.to_mamba3() == model.config
 
 
-def test_without_transformers_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
+def test_without_a_transformers_that_will_do_the_extra_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "mamba3.hf")
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers, "__version__", "5.7.0")
+        with pytest.raises(ImportError, match=r"5\.8 or later, found 5\.7\.0: .*'mamba3\[hf\]'"):
+            importlib.import_module("mamba3.hf")
+    monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"needs transformers.*pip install -U 'mamba3\[hf\]'"):
         importlib.import_module("mamba3.hf")
