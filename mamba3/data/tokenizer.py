@@ -215,7 +215,10 @@ def find_tokenizer(name_or_path: str | Path) -> Path:
         return _download(on_hub["repository"], on_hub["revision"])
     path = resolve(name_or_path) / TOKENIZER_FILE
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: this folder holds no tokenizer")
+        raise FileNotFoundError(
+            f"{path} does not exist: this folder holds no tokenizer; name the one that its model "
+            "was trained with"
+        )
     return path.absolute()
 
 
