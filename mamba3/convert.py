@@ -38,6 +38,7 @@ from .hub import EMBEDDING, HEAD, filled, load_pretrained, save_pretrained
 from .models.lm import Mamba3LM
 from .zoo import resolve
 
+CARD_FILE = "README.md"
 FORMS = ("mamba_ssm", "mamba3", "fla")
 FLA_EMBEDDING = "backbone.embeddings.weight"
 # Taken along unchanged when the source has them.
@@ -50,7 +51,7 @@ COMPANIONS = (
     "merges.txt",
     "chat_template.jinja",
     "generation_config.json",
-    "README.md",
+    CARD_FILE,
     "LICENSE",
 )
 ROPE_FRACTIONS = (0.5, 1.0)  # those that mamba_ssm and fla have
@@ -133,7 +134,7 @@ def convert(
         raise ValueError(f"the form must be one of {', '.join(FORMS)}, got {to!r}")
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
-    source, destination = resolve(source), Path(destination)
+    asked, source, destination = str(source), resolve(source), Path(destination)
     if destination.exists() and not destination.is_dir():
         raise NotADirectoryError(f"'{destination}' is a file, expected a folder to write into")
     if destination.exists() and destination.samefile(source):
@@ -164,6 +165,9 @@ def convert(
         shutil.rmtree(staging, ignore_errors=True)
         if is_new and not any(destination.iterdir()):
             destination.rmdir()
+    if to == "mamba3" and not (destination / CARD_FILE).exists():
+        _write_card(model, destination, asked, source_form, dtype)
+        files.append(CARD_FILE)
     return Converted(
         source=source,
         destination=destination,
@@ -395,6 +399,21 @@ def _logits(model: Mamba3LM, ids: torch.Tensor) -> torch.Tensor:
 def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
     """Root of the mean square of the difference, over that of what is expected."""
     return ((got - expected).norm() / expected.norm().clamp(min=1e-300)).item()
+
+
+def _write_card(
+    model: Mamba3LM, folder: Path, asked: str, source_form: str, dtype: torch.dtype | None
+) -> None:
+    """A card for a source that has none."""
+    from .train.card import write_card
+
+    name = Path(asked).name if Path(asked).is_dir() else asked
+    tensors = "are unchanged" if dtype is None else f"were made {str(dtype).removeprefix('torch.')}"
+    summary = (
+        f"Converted by mamba3 from {name}, a checkpoint in the form {source_form}; its tensors "
+        f"{tensors}."
+    )
+    write_card(folder, model=model, summary=summary)
 
 
 def _checkpoint_files(folder: Path) -> list[Path]:

@@ -111,7 +111,7 @@ def test_official_to_ours_and_back_is_the_identity(golden, tmp_path):
     done = convert(golden, ours, to="mamba3")
     assert (done.source_form, done.form, done.difference) == ("mamba_ssm", "mamba3", 0)
     assert convert(ours, back, to="mamba_ssm").difference == 0
-    assert {f.name for f in back.iterdir()} == {"config.json", "pytorch_model.bin"}
+    assert {f.name for f in back.iterdir()} == {"config.json", "pytorch_model.bin", "README.md"}
 
     before = torch.load(golden / "pytorch_model.bin", weights_only=True)
     after = torch.load(back / "pytorch_model.bin", weights_only=True)
@@ -291,6 +291,19 @@ def test_tokenizer_and_card_come_along(tmp_path):
         "1"
     )
     assert (tmp_path / "out/README.md").read_text().startswith("---\nlicense: apache-2.0")
+
+
+def test_a_card_where_there_was_none(fla_folder, tmp_path):
+    folder, _ = fla_folder
+    done = convert(folder, tmp_path / "mine", to="mamba3", dtype=torch.bfloat16)
+    assert sorted(done.files) == sorted(file.name for file in (tmp_path / "mine").iterdir())
+    card = (tmp_path / "mine" / "README.md").read_text()
+    assert "Converted by mamba3 from fla, a checkpoint in the form fla; its tensors were" in card
+    assert "were made bfloat16." in card
+    assert "# mine\n" in card
+    (tmp_path / "mine" / "README.md").write_text("my own")
+    convert(folder, tmp_path / "mine", to="mamba3", overwrite=True)
+    assert (tmp_path / "mine" / "README.md").read_text() == "my own"
 
 
 def test_bad_requests(tmp_path):

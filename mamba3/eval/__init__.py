@@ -1,1 +1,1 @@
-"""Measuring models: exact match of generated answers."""
+"""Measuring models: exact match of answers, perplexity of texts, loss by position."""
