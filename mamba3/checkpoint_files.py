@@ -43,6 +43,9 @@ WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module"}
 STAGING = ".saving-"
 STAGING_KEPT_S = 3600
 
+# Shares that a checkpoint is loaded in: so much of it may be in memory twice.
+PASSES = 24
+
 
 def read_weights(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     """The weights of a folder by their official names, and the file they come from."""
@@ -62,6 +65,48 @@ def read_weights(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     )
 
 
+def in_passes(
+    read: Callable[[], tuple[Path, dict[str, torch.Tensor]]],
+    taken: Callable[[str, torch.Tensor], torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """Take the tensors of a checkpoint out of its files with little memory besides.
+
+    What has been read of a mapped file stays in memory until nothing refers to the mapping. So the
+    files are mapped again for every share of the tensors, the largest first, when least is there.
+
+    Args:
+        read: maps the files, as `read_weights` does.
+        taken: makes of a mapped tensor, given its name, one that is apart from the file.
+
+    Raises:
+        OSError: the files were replaced meanwhile.
+    """
+    source, tensors = read()
+    version = _version(source)
+    order = list(tensors)
+    sizes = {name: tensors[name].nbytes for name in order}
+    share = sum(sizes.values()) // PASSES
+    waiting = sorted(order, key=sizes.get, reverse=True)
+    found = {}
+    while waiting:
+        if tensors is None:
+            _, tensors = read()
+        left = share
+        while waiting and (left == share or sizes[waiting[0]] <= left):
+            name = waiting.pop(0)
+            left -= sizes[name]
+            found[name] = taken(name, tensors[name])
+        tensors = None
+        if _version(source) != version:
+            raise OSError(f"{source} was replaced while it was read: load it again")
+    return {name: found[name] for name in order}
+
+
+def _version(file: Path) -> tuple[int, ...]:
+    status = file.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
@@ -70,7 +115,8 @@ def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
         raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from error
 
 
-def _read_shards(index_file: Path) -> dict[str, torch.Tensor]:
+def read_index(index_file: Path) -> dict[str, set[str]]:
+    """The names of the tensors that every shard holds, by the shard's file name."""
     index = read_json(index_file)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict):
@@ -83,8 +129,12 @@ def _read_shards(index_file: Path) -> dict[str, torch.Tensor]:
                 "in the same folder"
             )
         listed.setdefault(shard, set()).add(name)
+    return listed
+
+
+def _read_shards(index_file: Path) -> dict[str, torch.Tensor]:
     tensors = {}
-    for shard, names in listed.items():
+    for shard, names in read_index(index_file).items():
         file = index_file.with_name(shard)
         if not file.is_file():
             raise FileNotFoundError(f"{index_file} lists {shard}, which is missing")

@@ -2,6 +2,7 @@
 
 Tensor names are the official ones. A model is built without memory (meta device) and takes its
 tensors only after every one of them has been checked, so a bad file never leaves half a model.
+Loading takes no more memory than the model and a small share of it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from .checkpoint_files import (
     CONFIG,
     DTYPES,
+    in_passes,
     read_json,
     read_weights,
     replace_checkpoint,
@@ -25,7 +27,7 @@ from .checkpoint_files import (
 )
 from .config import Mamba3Config
 from .models.lm import Mamba3LM
-from .zoo import resolve
+from .zoo import MODELS, resolve
 
 if TYPE_CHECKING:
     from .data.tokenizer import CharTokenizer
@@ -37,46 +39,61 @@ HEAD = "lm_head.weight"
 def load_pretrained(
     name_or_path: str | os.PathLike[str],
     *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    local_files_only: bool = False,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     a_activation: str | None = None,
 ) -> Mamba3LM:
-    """Load a model in evaluation mode from a local folder or by its shipped name.
+    """Load a model in evaluation mode, by its name, from a local folder or from the Hub.
 
     Args:
-        name_or_path: a folder, official or written by `save_pretrained`, or a shipped name.
+        name_or_path: a name of `mamba3.list_models()`, a folder, official or written by
+            `save_pretrained`, or a model on the Hub; see `mamba3.zoo.resolve`.
+        revision, token, local_files_only: for a model on the Hub, see `mamba3.zoo.resolve`.
         dtype: of the weights: float32, bfloat16, float16 or float64; None keeps the stored one.
             The parameters of `model.float32_parameter_names()` are never narrower than float32.
         device: where the weights go; None is the CPU.
         a_activation: overrides that of config.json; see `Mamba3Config`. Official files leave it
-            open, and without it give a warning.
+            open, and without it give a warning; of the models with a name it is known.
 
     Returns:
         The model, with `lm_head.weight` tied to the embedding if the config says so.
 
     Raises:
-        OSError: a file or folder is missing or cannot be read.
+        OSError: a file or folder is missing, cannot be read, or was replaced meanwhile; the Hub
+            refuses it or cannot be reached.
         ValueError, TypeError: a file is truncated, corrupt, holds more than tensors, or does not
             fit; the message names the file and every missing, unexpected and mis-shaped tensor.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
-    folder = resolve(name_or_path)
+    folder = resolve(
+        name_or_path, revision=revision, token=token, local_files_only=local_files_only
+    )
+    named = MODELS.get(str(name_or_path))
+    if a_activation is None and named is not None and not named.is_shipped:
+        a_activation = named.config().a_activation
     config = read_config(folder, a_activation=a_activation)
-    source, tensors = read_weights(folder)
     model = Mamba3LM(config, device="meta")
-    _check_fit(model, tensors, f"{source} does not fit {CONFIG}")
+
+    def read() -> tuple[Path, dict[str, torch.Tensor]]:
+        source, tensors = read_weights(folder)
+        _check_fit(model, tensors, f"{source} does not fit {CONFIG}")
+        return source, tensors
 
     wide = model.float32_parameter_names()
-    for name in list(tensors):
-        tensor = tensors[name]
+
+    def taken(name: str, tensor: torch.Tensor) -> torch.Tensor:
         target = dtype or tensor.dtype
         if name in wide:
             target = torch.promote_types(target, torch.float32)
         # Copied even where nothing changes: the tensor may be a view of the mapped file, and what
         # happens to the file later must not reach the model.
-        tensors[name] = tensor.to(device=device or "cpu", dtype=target, copy=True)
-    return filled(model, tensors)
+        return tensor.to(device=device or "cpu", dtype=target, copy=True)
+
+    return filled(model, in_passes(read, taken))
 
 
 def filled(model: Mamba3LM, tensors: dict[str, torch.Tensor]) -> Mamba3LM:

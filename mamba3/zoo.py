@@ -1,7 +1,7 @@
-"""The models that have a name: where their weights are, and under which licence.
+"""The models that have a name, and where the weights of any model are.
 
-Only what a folder cannot say itself stands in the table: sizes follow from its config.json, and
-results stand in its card, README.md.
+Only what a folder cannot say itself stands in the table: results stand in a model's card,
+README.md. Of the official models only what is known is said: None is "not known here".
 """
 
 from __future__ import annotations
@@ -9,16 +9,22 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import os
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
+    from .config import Mamba3Config
     from .models.lm import Mamba3LM
 
 WEIGHTS = Path(__file__).parent / "weights"
+
+HUB, LOCAL = "hf-hub:", "local-dir:"
+_PART = r"[A-Za-z0-9][\w.-]*"
+HUB_ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[^@\s]+))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,24 +35,95 @@ class ZooModel:
         name: what users type.
         description: one line for a list.
         licence: SPDX identifier of the weights' licence.
+        repo_id: on the Hugging Face Hub; None for a model that ships with the package.
+        revision: the commit of `repo_id` that is loaded; None takes its main branch.
+        architecture: arguments of `Mamba3Config`; not needed for a shipped model.
+        size: of the weights' file, in bytes.
+        tokenizer: where its tokenizer is.
+        context: tokens of the sequences that it was trained on.
+        citation: what to cite.
+        notes: what else one should know, a sentence each.
     """
 
     name: str
     description: str
-    licence: str
+    licence: str | None = None
+    repo_id: str | None = None
+    revision: str | None = None
+    architecture: dict[str, Any] = field(default_factory=dict)
+    size: int | None = None
+    tokenizer: str | None = None
+    context: int | None = None
+    citation: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_shipped(self) -> bool:
+        """Whether the weights are part of the package."""
+        return self.repo_id is None
+
+    @property
+    def source(self) -> str:
+        """Where the weights come from: the folder, or "hf-hub:org/name@revision"."""
+        if self.is_shipped:
+            return str(self.path)
+        return f"{HUB}{self.repo_id}" + (f"@{self.revision}" if self.revision else "")
 
     @property
     def path(self) -> Path:
-        """Folder with config.json, weights, tokenizer and card."""
+        """Folder of a shipped model, with config.json, weights, tokenizer and card."""
         return WEIGHTS / self.name
+
+    def config(self) -> Mamba3Config:
+        """The architecture, without a download."""
+        from .config import Mamba3Config
+        from .hub import read_config
+
+        return read_config(self.path) if self.is_shipped else Mamba3Config(**self.architecture)
 
     def parameters(self) -> int:
         """Number of parameters; the embedding and a head tied to it count once."""
-        from .hub import read_config
         from .models.lm import Mamba3LM
 
-        model = Mamba3LM(read_config(self.path), device="meta")
+        model = Mamba3LM(self.config(), device="meta")
         return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _official(
+    tag: str,
+    d_model: int,
+    n_layer: int,
+    d_intermediate: int,
+    *,
+    revision: str | None = None,
+    size: int | None = None,
+) -> ZooModel:
+    """An official checkpoint of July 2026; they differ in nothing else."""
+    is_mimo = tag.startswith("mimo")
+    form = "MIMO of rank 4" if is_mimo else "SISO"
+    return ZooModel(
+        name=f"mamba3-{tag}",
+        description=f"official base model, {form}; 100B tokens of FineWeb-Edu (English)",
+        repo_id=f"state-spaces/mamba3-{tag}",
+        revision=revision,
+        architecture={
+            "vocab_size": 128256,
+            "d_model": d_model,
+            "n_layer": n_layer,
+            "d_intermediate": d_intermediate,
+            "is_mimo": is_mimo,
+        },
+        size=size,
+        tokenizer="Llama 3.1, in the gated repository meta-llama/Llama-3.1-8B; it is not among the "
+        "model's files. <|end_of_text|> ends a text",
+        context=2048,
+        citation="Lahoti, Li, Chen, Wang, Bick, Kolter, Dao and Gu: Mamba-3: Improved Sequence "
+        "Modeling using State Space Principles. arXiv:2603.15569 (2026)",
+        notes=(
+            "The weights are a pickle in bfloat16, read without running code.",
+            f"Licence: see https://huggingface.co/state-spaces/mamba3-{tag}.",
+        ),
+    )
 
 
 MODELS = {
@@ -57,51 +134,146 @@ MODELS = {
             description="copy, reverse, successor and comparison of numbers of 1-4 digits; "
             "single-digit addition and subtraction",
             licence="Apache-2.0",
+            tokenizer="among the model's files, one character a token",
+        ),
+        _official(
+            *("siso-187m", 768, 12, 1536),
+            revision="6792c27c00f3bb41506db1066dcd1c51bb0f4b02",
+            size=373_744_619,
+        ),
+        _official("siso-443m", 1024, 24, 2048),
+        _official(
+            *("siso-893m", 1536, 24, 3072), revision="e205b6e6d6075d089140d2e9170970aabc05c481"
+        ),
+        _official(
+            *("siso-1.5b", 2048, 24, 4096), revision="5cfc721542ec9ccee768088b2fd6b7e8101219d8"
+        ),
+        _official(
+            *("mimo-187m", 768, 12, 1264),
+            revision="8fd6e9eb7b795f2e15d7f6353251d0137980c43e",
+            size=374_640_827,
+        ),
+        _official("mimo-444m", 1024, 24, 1792),
+        _official(
+            *("mimo-894m", 1536, 24, 2800), revision="b5c7db27d1c7781d27c203bfd18601b3bbff7bc0"
+        ),
+        _official(
+            *("mimo-1.5b", 2048, 24, 3824), revision="bc6b5d0f7994fe4cb3478242e92da8daf9ee29ec"
         ),
     )
 }
 
 
-def list_models(filter: str = "*") -> list[str]:
-    """Names of the models that ship with the package, sorted.
+def list_models(filter: str = "*", *, shipped: bool | None = None) -> list[str]:
+    """Names of models, sorted.
 
     Args:
-        filter: a shell pattern that the names must match, such as "arithmetic-*".
+        filter: a shell pattern for the names, such as "arithmetic-*"; one for what follows
+            "mamba3-", such as "mimo*", will do.
+        shipped: True for those that ship with the package alone, False for the others, None for
+            all.
     """
-    return sorted(fnmatch.filter(MODELS, filter))
+    return sorted(
+        name
+        for name, model in MODELS.items()
+        if any(fnmatch.fnmatch(part, filter) for part in (name, name.removeprefix("mamba3-")))
+        and shipped in (None, model.is_shipped)
+    )
 
 
-def resolve(name_or_path: str | os.PathLike[str]) -> Path:
-    """Find the folder of a model.
+def resolve(
+    name_or_path: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    local_files_only: bool = False,
+) -> Path:
+    """Find the folder of a model; one on the Hugging Face Hub is downloaded into its cache first.
 
     Args:
-        name_or_path: a shipped name or a local folder. A `Path` is always a folder, and so is a
-            string with a separator, such as "./arithmetic-tiny".
+        name_or_path: a name of `list_models()`; a local folder, or "local-dir:FOLDER"; a model on
+            the Hub, "org/name", "org/name@revision" or "hf-hub:org/name". A `Path` is always a
+            folder, and so is a string that starts with "./", "../" or "/".
+        revision: branch, tag or commit, for a model on the Hub.
+        token: of the Hub; None takes the one that is logged in, False none.
+        local_files_only: take what the cache holds, and ask the Hub nothing. HF_HUB_OFFLINE=1 does
+            so everywhere.
 
     Returns:
         The folder; it exists.
 
     Raises:
-        FileNotFoundError: neither a shipped name nor a folder.
+        FileNotFoundError: no such model or folder, also on the Hub or, without it, in the cache.
         NotADirectoryError: a file.
-        ValueError: a shipped name that is also a folder here, or an empty string.
+        PermissionError: the Hub refuses the model to this user.
+        OSError: the Hub cannot be reached, or fails.
+        ValueError: a string that is a model and a folder here, or empty; a revision of a folder.
     """
     if not str(name_or_path):
         raise ValueError("the model's name or folder is empty; write '.' for this folder")
-    folder = Path(name_or_path)
-    model = MODELS.get(name_or_path) if isinstance(name_or_path, str) else None
-    if model and folder.is_dir():
+    found = _remote(name_or_path)
+    if found is None:
+        if revision is not None:
+            raise ValueError(
+                f"'{name_or_path}' is no model on the Hub: it has no revision {revision!r}"
+            )
+        return _local(name_or_path)
+    repo_id, named = found
+    if revision and "@" in str(name_or_path):
+        raise ValueError(f"'{name_or_path}' names a revision, and revision={revision!r} another")
+    from .remote import download
+
+    try:
+        return download(
+            repo_id, revision=revision or named, token=token, local_files_only=local_files_only
+        )
+    except FileNotFoundError as error:
+        if HUB_ID.fullmatch(name_or_path):
+            raise FileNotFoundError(f"'{name_or_path}' is no folder here, and {error}") from error
+        raise
+
+
+def _remote(name: str | os.PathLike[str]) -> tuple[str, str | None] | None:
+    """Repository and revision of what is on the Hub; None for what is in a local folder.
+
+    Raises:
+        ValueError: what could be either.
+    """
+    if not isinstance(name, str):
+        return None
+    if name.startswith(HUB):
+        match = HUB_ID.fullmatch(name.removeprefix(HUB))
+        if match is None:
+            raise ValueError(f"{name!r} is no model on the Hub: expected hf-hub:org/name@revision")
+        return match["repo"], match["revision"]
+    model, match = MODELS.get(name), HUB_ID.fullmatch(name)
+    if model is None and match is None:
+        return None
+    if Path(name).is_dir():
+        what, fix = "a model on the Hugging Face Hub", f"{HUB}{name}"
+        if model is not None:
+            what, fix = f"a {'shipped ' if model.is_shipped else ''}model", model.source
         raise ValueError(
-            f"{name_or_path!r} is a shipped model and also a folder here. Write "
-            f"'./{name_or_path}' for the folder, or '{model.path}' for the shipped model"
+            f"{name!r} is a folder here, and may be {what}. Write './{name}' for the folder, or "
+            f"'{fix}' for the model"
         )
-    if model and not model.path.is_dir():
-        raise FileNotFoundError(
-            f"the weights of {name_or_path!r} are missing from this installation: expected the "
-            f"folder {model.path}. Reinstall mamba3"
-        )
-    if model:
+    if model is None:
+        return match["repo"], match["revision"]
+    return None if model.is_shipped else (model.repo_id, model.revision)
+
+
+def _local(name_or_path: str | os.PathLike[str]) -> Path:
+    model = MODELS.get(name_or_path) if isinstance(name_or_path, str) else None
+    if model is not None:
+        if not model.path.is_dir():
+            raise FileNotFoundError(
+                f"the weights of {name_or_path!r} are missing from this installation: expected the "
+                f"folder {model.path}. Reinstall mamba3"
+            )
         return model.path
+    folder = Path(name_or_path)
+    if isinstance(name_or_path, str):
+        folder = Path(name_or_path.removeprefix(LOCAL))
     if folder.is_dir():
         return folder
     if folder.exists():
@@ -110,23 +282,27 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
         )
     near = difflib.get_close_matches(str(name_or_path), MODELS, n=3)
     raise FileNotFoundError(
-        f"'{name_or_path}' is neither a local folder nor a shipped model"
+        f"'{name_or_path}' is neither a local folder nor a model with a name"
         + (f"; did you mean {' or '.join(near)}?" if near else ".")
-        + f" Shipped models: {', '.join(list_models())}. Models on the Hugging Face Hub are not "
-        "downloaded by this version: download the files and give their folder"
+        + f" Named models: {', '.join(list_models())}. Others on the Hugging Face Hub are called "
+        "org/name"
     )
 
 
 def load_model(
     name_or_path: str | os.PathLike[str],
     *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    local_files_only: bool = False,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Mamba3LM:
-    """Load a model by its shipped name or from a local folder, in evaluation mode.
+    """Load a model by its name, from a local folder or from the Hub, in evaluation mode.
 
     Args:
-        name_or_path: a name of `list_models()` or a folder, see `resolve`.
+        name_or_path: a name of `list_models()`, a folder, or a model on the Hub, see `resolve`.
+        revision, token, local_files_only: for a model on the Hub, see `resolve`.
         dtype: of the weights; None keeps the stored one. Parameters that must stay float32 do.
         device: where the weights go; None is the CPU.
 
@@ -139,4 +315,11 @@ def load_model(
     """
     from .hub import load_pretrained
 
-    return load_pretrained(name_or_path, dtype=dtype, device=device)
+    return load_pretrained(
+        name_or_path,
+        revision=revision,
+        token=token,
+        local_files_only=local_files_only,
+        dtype=dtype,
+        device=device,
+    )

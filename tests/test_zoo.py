@@ -39,8 +39,10 @@ def assert_same_weights(model, other):
 
 def test_list_models():
     assert list_models() == sorted(MODELS)
-    assert list_models("arith*") == [NAME]
-    assert list_models("no-*") == []
+    assert list_models("arith*") == list_models(shipped=True) == [NAME]
+    assert list_models("mimo*") == list_models("mamba3-mimo-*")
+    assert len(list_models("mimo*", shipped=False)) == len(list_models("siso*")) == 4
+    assert list_models("no-*") == list_models("mimo*", shipped=True) == []
 
 
 def test_load_by_name(shipped):
@@ -69,19 +71,18 @@ def test_name_that_is_also_a_folder(shipped):
 
 @pytest.mark.parametrize("name", ["arithmetic-tinny", "aritmetic_tiny", "arithmetic"])
 def test_near_names(shipped, name):
-    message = f"'{name}' is neither a local folder nor a shipped model; did you mean {NAME}"
+    message = f"'{name}' is neither a local folder nor a model with a name; did you mean {NAME}"
     with pytest.raises(FileNotFoundError, match=message):
         resolve(name)
 
 
-@pytest.mark.parametrize("name", ["state-spaces/mamba3-siso-187m", "./nothing", Path("nothing")])
+@pytest.mark.parametrize("name", ["/no/nothing", "./nothing", Path("no/such")])
 def test_unknown_names_list_what_there_is(shipped, name):
     with pytest.raises(FileNotFoundError) as caught:
         load_model(name)
     assert str(caught.value) == (
-        f"'{name}' is neither a local folder nor a shipped model. Shipped models: {NAME}. Models "
-        "on the Hugging Face Hub are not downloaded by this version: download the files and give "
-        "their folder"
+        f"'{name}' is neither a local folder nor a model with a name. Named models: "
+        f"{', '.join(sorted(MODELS))}. Others on the Hugging Face Hub are called org/name"
     )
 
 
@@ -106,7 +107,7 @@ def test_parameters_count_a_tied_head_once(shipped):
     assert MODELS[NAME].parameters() == sum(p.numel() for p in shipped.parameters())
 
 
-@pytest.mark.parametrize("name", list_models())
+@pytest.mark.parametrize("name", list_models(shipped=True))
 def test_what_ships(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     model = load_model(name)

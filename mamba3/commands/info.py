@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from mamba3.commands.arguments import QUICKSTART_MODEL, add_changes, command
 from mamba3.commands.printing import size
 
 
 def add(commands) -> None:
     add = command(commands, run, f"mamba3 info {QUICKSTART_MODEL} --optimizer").add_argument
-    add("model", nargs="?", metavar="NAME_OR_PATH", help="a name of `mamba3 list`, or a folder")
+    add(
+        "model",
+        nargs="?",
+        metavar="NAME_OR_PATH",
+        help="of `mamba3 list`, a folder, or org/name on the Hub",
+    )
     add(
         "--optimizer",
         action="store_true",
@@ -33,28 +40,84 @@ def run(args) -> None:
 
     if args.model is None:
         raise ValueError("info needs NAME_OR_PATH, or --memory --config RECIPE.yaml")
+    named = zoo.MODELS.get(args.model)
+    if named is not None and not named.is_shipped and not Path(args.model).exists():
+        _remote(named, args.optimizer)
+        return
     folder = zoo.resolve(args.model)
     model = zoo.load_model(folder)
     if args.optimizer:
-        from mamba3.optim import ParamGroupEngine
-
-        print(ParamGroupEngine(model).plan())
+        _print_plan(model)
         return
-    config = model.config
     weights = list(model.parameters())
     dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in weights})
-    state = sum(tensor.nbytes for tensor in _tensors(model.new_state(1)))
-    form = f"MIMO, rank {config.mimo_rank}" if config.is_mimo else "SISO"
     facts = {
         "folder": folder,
-        "form": f"{form}, {config.n_layer} layers of {config.n_heads} heads",
+        "form": _form(model.config),
         "parameters": f"{sum(weight.numel() for weight in weights):,}",
         "weights": f"{size(sum(weight.nbytes for weight in weights))} ({', '.join(dtypes)})",
-        "state": f"{size(state)} per sequence, whatever its length",
+        "state": _state(model),
         "backend": ops.explain(),
     }
-    for name, value in {**facts, **config.to_dict()}.items():
+    _print_facts({**facts, **model.config.to_dict()})
+
+
+def _remote(named, optimizer: bool) -> None:
+    """A model on the Hub, by what is known of it: nothing is downloaded."""
+    import torch
+
+    from mamba3 import Mamba3LM
+    from mamba3.checkpoint_files import CONFIG, OFFICIAL
+    from mamba3.train.config import OptimRecipe, StepRecipe
+    from mamba3.train.estimate import estimate_step
+
+    config = named.config()
+    model = Mamba3LM(config, device="meta", dtype=torch.bfloat16)
+    if optimizer:
+        _print_plan(model)
+        return
+    weights = sum(weight.nbytes for weight in model.parameters())
+    how = StepRecipe(precision="bf16", recompute="full")
+    training = estimate_step(config, 1, named.context, OptimRecipe(lr=1e-4), how).total
+    sequence = sum(tensor.nbytes for tensor in _tensors(model.new_state(1)))
+    facts = {
+        "source": f"{named.source} (nothing was downloaded)",
+        "files": f"{CONFIG}, {OFFICIAL}" + (f" ({size(named.size)})" if named.size else ""),
+        "form": _form(config),
+        "parameters": f"{named.parameters():,}",
+        "memory to run": f"{size(weights + sequence)} in bfloat16, and activations",
+        "memory to train": f"{size(training)}, estimated: AdamW, bf16, full recomputation, one row "
+        f"of {named.context} tokens",
+        "state": _state(model),
+        "licence": named.licence,
+        "tokenizer": named.tokenizer,
+        "context": f"{named.context} tokens in training",
+        "citation": named.citation,
+        "notes": " ".join(named.notes),
+    }
+    known = {name: value for name, value in facts.items() if value}
+    _print_facts({**known, **config.to_dict()})
+
+
+def _print_plan(model) -> None:
+    from mamba3.optim import ParamGroupEngine
+
+    print(ParamGroupEngine(model).plan())
+
+
+def _print_facts(facts: dict) -> None:
+    for name, value in facts.items():
         print(f"{name:24} {value}")
+
+
+def _form(config) -> str:
+    form = f"MIMO, rank {config.mimo_rank}" if config.is_mimo else "SISO"
+    return f"{form}, {config.n_layer} layers of {config.n_heads} heads"
+
+
+def _state(model) -> str:
+    held = sum(tensor.nbytes for tensor in _tensors(model.new_state(1)))
+    return f"{size(held)} per sequence, whatever its length"
 
 
 def _memory(args) -> None:

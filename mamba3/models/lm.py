@@ -191,17 +191,41 @@ class Mamba3LM(nn.Module):
         return generate(self, input_ids, max_new_tokens, **options)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, **options) -> Mamba3LM:
-        """Load a folder, ours or official; the options are those of `mamba3.hub`."""
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        local_files_only: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        a_activation: str | None = None,
+    ) -> Mamba3LM:
+        """Load a model by name, from a folder or the Hub; see `mamba3.hub.load_pretrained`."""
         from ..hub import load_pretrained
 
-        return load_pretrained(path, **options)
+        return load_pretrained(
+            name_or_path,
+            revision=revision,
+            token=token,
+            local_files_only=local_files_only,
+            dtype=dtype,
+            device=device,
+            a_activation=a_activation,
+        )
 
     def save_pretrained(self, path: str | Path, **options) -> None:
         """Write config.json and safetensors; the options are those of `mamba3.hub`."""
         from ..hub import save_pretrained
 
         save_pretrained(self, path, **options)
+
+    def push_to_hub(self, repo_id: str, **options) -> str:
+        """Upload to the Hugging Face Hub; the options are those of `mamba3.push.push_to_hub`."""
+        from ..push import push_to_hub
+
+        return push_to_hub(self, repo_id, **options)
 
     def float32_parameter_names(self) -> set[str]:
         """Names of the parameters that stay float32 in a half-precision model."""
