@@ -10,7 +10,8 @@ from compare import assert_same, randomise
 
 from mamba3 import Mamba3Config, Mamba3LM, load_model, load_tokenizer
 from mamba3.cli import main
-from mamba3.convert import convert, form_of, from_fla, to_fla, to_official
+from mamba3.convert import convert
+from mamba3.forms import form_of, from_fla, to_fla, to_official
 
 GOLDENS = sorted(path for path in (Path(__file__).parent / "assets/goldens").iterdir())
 NO_MLP = next(path for path in GOLDENS if path.name == "siso_outnorm_nomlp")
