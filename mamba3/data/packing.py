@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from mamba3.data.chat import encode_chat
 from mamba3.data.problems import Batch, Problem, ids_and_labels
 from mamba3.data.rows import Row
 from mamba3.data.shuffle import Shuffled
@@ -64,8 +65,6 @@ def document_of(row: Row, tokenizer: Tokenizer, *, all_tokens: bool = False) -> 
 
 def _ids_and_labels(row: Row, tokenizer: Tokenizer) -> tuple[Sequence[int], Sequence[int]]:
     if row.form == "messages":
-        from mamba3.data.chat import encode_chat  # with a template engine, which others do without
-
         return encode_chat(row.content, tokenizer)
     if row.form == "prompt":
         return ids_and_labels(Problem("", *row.content), tokenizer)

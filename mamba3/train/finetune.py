@@ -194,11 +194,12 @@ def finetune_recipe(
 def _with_steps(recipe: Recipe, epochs: float | None) -> Recipe:
     """A recipe with the steps of so many passes over its rows."""
     n_rows = len(recipe.data.rows.train)
-    if epochs is None:
-        epochs = min(MOST_EPOCHS, max(1, ROWS_SEEN / n_rows))
+    chosen = min(MOST_EPOCHS, max(1, ROWS_SEEN / n_rows)) if epochs is None else epochs
     if recipe.data.length is not None:
         n_rows = PromptRows(recipe).rows_an_epoch
-    steps = round(epochs * n_rows / (recipe.data.batch_size - recipe.data.mixed_rows))
+    steps = round(chosen * n_rows / (recipe.data.batch_size - recipe.data.mixed_rows))
+    if epochs is None:
+        steps = max(1, steps)
     if steps < 1:
         raise ValueError(f"there must be at least 1 step, got {steps}; raise epochs or steps")
     return dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, steps=steps))

@@ -9,7 +9,15 @@ from compare import TOLERANCE, assert_close, randomise
 
 from mamba3 import Mamba3Config, Mamba3LM
 from mamba3.data.arithmetic import CurriculumStream, facts, tokenizer
-from mamba3.data.packing import Document, PackedStream, best_fit, documents_of, pack
+from mamba3.data.packing import (
+    Document,
+    MixedStream,
+    PackedStream,
+    PaddedStream,
+    best_fit,
+    documents_of,
+    pack,
+)
 from mamba3.models.lm import IGNORE
 
 
@@ -142,3 +150,50 @@ def test_errors_of_the_stream():
     some = [Document([1], [1]), Document([1] * 9, [1] * 9)]
     with pytest.raises(ValueError, match="document 1 has 9 tokens, expected 1 to 8"):
         PackedStream(some, length=8, batch_size=1, seed=0)
+
+
+def test_every_document_is_padded_once_an_epoch():
+    some = documents_of(facts()[:10], tokenizer())
+    stream = PaddedStream(some, batch_size=4, seed=3)
+    rows = []
+    for batch in map(stream, range(5)):
+        assert batch.seq_idx is None
+        assert batch.input_ids.shape == batch.labels.shape
+        assert batch.n_tokens == int((batch.input_ids != 0).sum())
+        for ids, labels in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True):
+            n = len(ids) - ids[::-1].index(tokenizer().eos_token_id)
+            assert ids[n:] == [0] * (len(ids) - n)
+            assert labels[n:] == [IGNORE] * (len(ids) - n)
+            rows.append((ids[:n], labels[:n]))
+        assert max(len(ids) for ids, _ in rows[-4:]) == batch.input_ids.shape[1]
+    expected = sorted((list(d.input_ids), list(d.labels)) for d in some)
+    assert sorted(rows[:10]) == sorted(rows[10:]) == expected
+    assert rows[:10] != rows[10:]
+    again = PaddedStream(some, batch_size=4, seed=3)(2).input_ids
+    assert torch.equal(again, stream(2).input_ids)
+    with pytest.raises(ValueError, match="no documents"):
+        PaddedStream([], batch_size=4, seed=3)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_of_two_streams_are_mixed(packed):
+    some, others = documents_of(facts()[:10], tokenizer()), [Document(range(3, 9), range(3, 9))]
+
+    def stream(documents, batch_size):
+        if packed:
+            return PackedStream(documents, length=12, batch_size=batch_size, seed=0)
+        return PaddedStream(documents, batch_size=batch_size, seed=0)
+
+    first, second = stream(some, 3), stream(others, 2)
+    batch, a, b = (make(1) for make in (MixedStream(first, second), first, second))
+    assert batch.n_tokens == a.n_tokens + b.n_tokens
+    for name, fill in (("input_ids", 0), ("labels", IGNORE), ("seq_idx", 0)):
+        mixed, *parts = (getattr(each, name) for each in (batch, a, b))
+        if name == "seq_idx" and not packed:
+            assert mixed is None
+            continue
+        for rows, part in ((mixed[:3], parts[0]), (mixed[3:], parts[1])):
+            width = part.shape[1]
+            assert torch.equal(rows[:, :width], part)
+            assert bool((rows[:, width:] == fill).all())
+        assert mixed.shape[1] == max(part.shape[1] for part in parts)

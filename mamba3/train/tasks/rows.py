@@ -11,6 +11,7 @@ import torch
 
 from mamba3 import zoo
 from mamba3.data import arithmetic
+from mamba3.data.chat import PLAIN_TEMPLATE
 from mamba3.data.packing import (
     Document,
     MixedStream,
@@ -67,6 +68,8 @@ class PromptRows:
         # Others are often padded to more ids than there are tokens.
         self.own_ids = isinstance(self.tokenizer, CharTokenizer)
         rows = data.rows
+        if rows.form == "messages" and self.tokenizer.chat_template is None:
+            self.tokenizer.chat_template = PLAIN_TEMPLATE  # and it is saved beside the model
         measured = rows.valid[:MEASURED_ROWS]
         self.train_documents, self.cut = encoded(rows.train, self.tokenizer, data)
         self.valid_documents, _ = encoded(measured, self.tokenizer, data)
@@ -238,7 +241,7 @@ def encoded(
     if not n_long:
         return documents, ""
     gone = f"; {n_gone} of them are left out" if n_gone else ""
-    return documents, f"{n_long} of {len(rows)} are cut at {data.length} tokens{gone}"
+    return documents, f"{n_long} of {len(rows)} are too long for {data.length} tokens{gone}"
 
 
 def short_problems(name: str, rows: Sequence[Row], tokenizer: Tokenizer) -> list[Problem]:
@@ -269,7 +272,11 @@ def mask_text(document: Document, tokenizer: Tokenizer, *, colour: bool = False)
         colour: whether it is for a terminal.
     """
     opening, closing = ("\033[32m", "\033[0m") if colour else ("[", "]")
-    names = {tokenizer.eos_token_id: "<eos>", tokenizer.bos_token_id: "<bos>"}
+    special = tokenizer.special_tokens
+    names = {
+        tokenizer.bos_token_id: special.get("bos_token"),
+        tokenizer.eos_token_id: special.get("eos_token"),
+    }
     parts, scored_before, run = [], False, []
 
     def end_run() -> None:
@@ -282,9 +289,10 @@ def mask_text(document: Document, tokenizer: Tokenizer, *, colour: bool = False)
             end_run()
             parts.append(opening if scored else closing)
             scored_before = scored
-        if i in names:
+        name = names.get(i) or ("" if tokenizer.decode([i]) else f"<{i}>")
+        if name:
             end_run()
-            parts.append(names[i])
+            parts.append(name)
         else:
             run.append(i)
     end_run()
