@@ -32,7 +32,7 @@ def add(commands) -> None:
         help="a .jsonl, .parquet or .txt file; a folder with train.* and valid.*; or org/name, a "
         "data set of the Hub. Rows have text, prompt and completion, or messages",
     )
-    add("--out", required=True, metavar="DIR", help="folder for the new model")
+    add("--out", metavar="DIR", help="folder for the new model (needed to train)")
     add_rows(add)
     add("--epochs", type=float, help="passes over the rows (as many as see 10,000, 1 to 20)")
     add("--steps", type=int, help="optimizer steps, instead of --epochs")
@@ -79,6 +79,8 @@ def run(args) -> None:
     if args.show_mask is not None or args.dry_run:
         _show(args, options)
         return
+    if args.out is None:
+        raise ValueError("--out DIR is needed: the folder for the new model")
     from mamba3.train import Stopped, finetune
 
     try:

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mamba3 import Mamba3Config, Mamba3LM, hub, load_tokenizer
 from mamba3.cli import main
@@ -211,18 +212,49 @@ def test_any_key_of_a_recipe_can_be_changed(base, write):
         finetune(base, path, "out", epoch=3)
 
 
+def test_another_tokenizer_and_a_padded_vocabulary(base, write, tmp_path):
+    """A tokenizer.json of the library, for a model with more ids than it has tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=240,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()[:200],
+    )
+    tokenizer.train_from_iterator([row["text"] for row in ROWS["text"]], trainer)
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+    path, out = write(ROWS["text"]), tmp_path / "out"
+    options = {"steps": 1, "device": "cpu", "progress": False}
+    result = finetune(base, path, out, tokenizer=str(folder), **options)
+    assert load_tokenizer(out).encode("one is a number") == tokenizer.encode("one is a number").ids
+    task = PromptRows(finetune_recipe(base, path, tokenizer=str(folder), steps=1))
+    assert task.vocab_size < 259
+    [document, *_] = task.train_documents
+    assert document.input_ids[-1] == tokenizer.token_to_id("<|end|>")
+    shown = mask_text(document, task.tokenizer)
+    first, rest = shown[: shown.index("[")], shown[shown.index("[") + 1 :]
+    assert any(first + rest == f"{word} is a number<|end|>]" for word in WORDS)
+    model = Mamba3LM.from_pretrained(out)
+    assert task.measure(model).perplexity.loss == pytest.approx(result.eval_loss_after, rel=1e-6)
+
+
 # The command
 
 
-def test_show_mask(base, write, capsys, tmp_path):
+def test_show_mask(base, write, capsys):
     write(ROWS["messages"][:3], "set/train.jsonl")
     data = write(ROWS["messages"][3:], "set/valid.jsonl").parent
-    command = ["finetune", "--model", str(base), "--data", str(data), "--out", str(tmp_path / "x")]
+    command = ["finetune", "--model", str(base), "--data", str(data)]
     assert main([*command, "--show-mask", "2"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"<|bos|><|user|>\\n{word}\\n<|assistant|>\\n[{word[::-1]}<|eos|>]\\n" for word in WORDS[:2]
     ]
-    assert not (tmp_path / "x").exists()
+    assert main(command) == 2
+    assert "--out DIR is needed" in capsys.readouterr().err
     document = PromptRows(finetune_recipe(base, data, steps=1)).train_documents[0]
     coloured = mask_text(document, ByteTokenizer(), colour=True)
     assert "\033[32meno<|eos|>\033[0m" in coloured
