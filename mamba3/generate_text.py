@@ -230,24 +230,28 @@ class TextDecoder:
     def add(self, token: int) -> str:
         """Read a token; return the text that later ones cannot change."""
         self._open.append(token)
-        text = self._open_text()
+        text = self._open_text(at_end=len(self._open) > CONTEXT)
         # An unfinished character is decoded to marks at the end, which may also be text.
         if marks := len(text) - len(text.rstrip(UNDECODABLE)):
             settled = max(self._given, len(text) - min(marks, UNFINISHED))
             piece, self._given = text[self._given : settled], settled
             return piece
         piece = text[self._given :]
-        self._settled = (self._settled + self._open)[-CONTEXT:]
-        self._open, self._given = [], 0
+        if text:
+            self._settled = (self._settled + self._open)[-CONTEXT:]
+            self._open, self._given = [], 0
         return piece
 
     def finish(self) -> str:
         """What is left when no more tokens come."""
-        return self._open_text()[self._given :]
+        return self._open_text(at_end=True)[self._given :]
 
-    def _open_text(self) -> str:
-        before = self._decode(self._settled)
-        return self._decode(self._settled + self._open)[len(before) :]
+    def _open_text(self, *, at_end: bool) -> str:
+        before, text = self._decode(self._settled), self._decode(self._settled + self._open)
+        if text.startswith(before):
+            return text[len(before) :]
+        # Some decoders take back what is settled, until a character that follows it is finished.
+        return self._decode(self._open) if at_end else ""
 
 
 class StopFinder:
