@@ -399,6 +399,33 @@ def test_conversation_equals_one_long_prompt(model, side):
         assert found[1:].tolist() == recomputed(model, whole, 4)
 
 
+def test_rows_end_where_on_step_says(model):
+    rows, lengths = prompts_of([4, 7, 2]), torch.tensor([3, 6, 1])
+    ids, mask = padded(rows, "left")
+    seen = []
+
+    def on_step(tokens):
+        seen.append(tokens)
+        return lengths == len(seen) if len(seen) != 2 else None
+
+    options = {"attention_mask": mask, "pad_token_id": -1, "on_step": on_step}
+    out, state = generate(model, ids, 20, return_state=True, **options)
+    said = [recomputed(model, row, n) for row, n in zip(rows, lengths.tolist(), strict=True)]
+    assert out[:, 7:].tolist() == [text + [-1] * (6 - len(text)) for text in said]
+    assert torch.equal(torch.stack(seen, 1), out[:, 7:])
+
+    reply = torch.tensor([[1]] * 3)
+    for row, text, found in zip(rows, said, generate(model, reply, 5, state=state), strict=True):
+        history = torch.cat([row, torch.tensor([*text, 1])])
+        assert found[1:].tolist() == recomputed(model, history, 5)
+
+
+def test_on_step_may_end_nothing(siso):
+    ids = torch.stack(prompts_of([4, 4]))
+    out = generate(siso, ids, 9, on_step=lambda tokens: None)
+    assert torch.equal(out, generate(siso, ids, 9))
+
+
 def test_state_can_be_trained_from(model):
     """As a prompt that was read once: the gradients are those of a state from a forward pass."""
     ids = torch.stack(prompts_of([4, 4]))
