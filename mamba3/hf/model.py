@@ -234,6 +234,11 @@ class Mamba3ForCausalLM(PreTrainedModel, GenerationMixin):
             f"wrong shape: {name} is {list(shape)}, expected {list(expected)}"
             for name, shape, expected in sorted(info["mismatched_keys"])
         ]
+        if model.config.tie_embeddings and "lm_head.weight" not in model.all_tied_weights_keys:
+            problems.append(
+                "different: lm_head.weight and backbone.embedding.weight, though tie_embeddings "
+                "is true; a model with a head of its own needs tie_embeddings false"
+            )
         if problems:
             raise ValueError("\n  ".join(["the weights do not fit the config:", *problems]))
         return (model, info) if output_loading_info else model

@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 import transformers
-from compare import DEVICE, assert_same, randomise
+from compare import DEVICE, TOLERANCE, assert_close, assert_same, randomise
 
 import mamba3
 from mamba3 import Mamba3Config, Mamba3LM
@@ -94,8 +94,26 @@ def test_peft_trains_and_merges_it():
     assert all(p.grad.any() for name, p in model.named_parameters() if "lora_" in name)
     new = model.generate(input_ids=ids, max_new_tokens=5, do_sample=False)
     merged = model.merge_and_unload()
-    torch.testing.assert_close(merged(ids).logits, out.logits, rtol=1e-3, atol=1e-3)
+    assert_close(merged(ids).logits, out.logits, TOLERANCE[torch.float32])
     assert torch.equal(merged.generate(ids, max_new_tokens=5, do_sample=False), new)
+
+
+def test_lm_eval_takes_an_instance():
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    from lm_eval.api.instance import Instance
+
+    folder = resolve("arithmetic-tiny")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    judge = huggingface.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2)
+    asked = [("8+7=", "15"), ("c471=", "47")]
+    requests = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(asked)]
+    shipped = mamba3.load_model("arithmetic-tiny")
+    for (question, answer), (score, _) in zip(asked, judge.loglikelihood(requests), strict=True):
+        ids = torch.tensor(tokenizer(question + answer).input_ids)
+        log_p = shipped(ids[None]).logits[0, :-1].log_softmax(-1)
+        expected = log_p.gather(1, ids[1:, None])[-len(answer) :].sum().item()
+        assert score == pytest.approx(expected, rel=1e-4)
 
 
 def test_an_exported_folder_loads_where_mamba3_is_installed_and_not_imported(tmp_path):

@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 import transformers
-from compare import DEVICE, assert_same, randomise
+from compare import DEVICE, TOLERANCE, assert_close, assert_same, randomise
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mamba3 import Mamba3Config, Mamba3LM
@@ -133,9 +134,8 @@ def test_a_cache_carries_on(pair):
     # The fork moved on, the cache did not; the pass over several tokens goes on from it.
     assert cache.get_seq_length() == 10
     out = wrapped(longer[:, 10:], attention_mask=mask, **{CACHE: cache})
-    torch.testing.assert_close(
-        out.logits[:, -1], model(longer, attention_mask=mask).logits[:, -1, :21]
-    )
+    expected = model(longer, attention_mask=mask).logits[:, -1, :21]
+    assert_close(out.logits[:, -1], expected, TOLERANCE[torch.float32])
     with pytest.raises(ValueError, match=r"has read 15 tokens a row, and input_ids holds 4"):
         wrapped.generate(
             ids[:, 3:], attention_mask=mask[:, :4] * 0 + 1, **options, **{CACHE: cache}
@@ -171,15 +171,12 @@ def test_what_transformers_saves_mamba3_loads(pair, tmp_path):
 def test_half_precision_keeps_the_parameters_that_steer_in_float32(tmp_path):
     model = language_model(**MIMO)
     save_pretrained(model, tmp_path)
-    dtypes = {}
-    for name, options in {
-        "mamba3": {"dtype": torch.bfloat16},
-        "float64": {"dtype": torch.float64},
-    }.items():
-        wrapped = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
-        assert_same(wrapped.state_dict(), load_pretrained(tmp_path, **options).state_dict())
-        dtypes[name] = {p.dtype for p in wrapped.parameters()}
-    assert dtypes == {"mamba3": {torch.bfloat16, torch.float32}, "float64": {torch.float64}}
+    for dtype in (torch.bfloat16, torch.float64):
+        wrapped = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+        expected = load_pretrained(tmp_path, dtype=dtype).state_dict()
+        assert_same(wrapped.state_dict(), expected)
+        found = {name: t.dtype for name, t in wrapped.state_dict().items()}
+        assert found == {name: t.dtype for name, t in expected.items()}
     # Nothing in our config.json says the dtype; it is found from the weights.
     save_pretrained(load_pretrained(tmp_path, dtype=torch.bfloat16), tmp_path)
     assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
@@ -198,6 +195,16 @@ def test_a_folder_that_does_not_fit_is_refused_by_name(tmp_path):
     with pytest.raises(
         ValueError, match=r"wrong shape: .*\.0\.mixer\.B_bias is \[4, 1, 6\], expec"
     ):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_head_of_its_own_in_a_tied_model_is_refused(tmp_path):
+    model = language_model(**SISO)
+    save_pretrained(model, tmp_path)
+    tensors = {name: t.cpu().clone() for name, t in model.state_dict().items()}
+    tensors["lm_head.weight"] += 1
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"different: lm_head.weight and backbone.embedding.weig"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
@@ -227,7 +234,7 @@ def test_embeddings_are_resized_with_their_padding(tmp_path):
     assert wrapped.lm_head.weight is wrapped.backbone.embedding.weight
     logits = wrapped(ids).logits
     assert logits.shape[-1] == 33
-    torch.testing.assert_close(logits[..., :21], expected)
+    assert_close(logits[..., :21], expected, TOLERANCE[torch.float32])
     wrapped.save_pretrained(tmp_path)
     model = load_pretrained(tmp_path)
     assert model.config.vocab_size == 33
@@ -265,7 +272,7 @@ def test_official_folders_are_read_by_the_classes_themselves(tmp_path):
 def test_without_a_transformers_that_will_do_the_extra_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "mamba3.hf")
     with monkeypatch.context() as patch:
-        patch.setattr(transformers, "__version__", "5.7.0")
+        patch.setattr(sys.modules["transformers"], "__version__", "5.7.0")
         with pytest.raises(ImportError, match=r"5\.8 or later, found 5\.7\.0: .*'mamba3\[hf\]'"):
             importlib.import_module("mamba3.hf")
     monkeypatch.setitem(sys.modules, "transformers", None)
