@@ -388,6 +388,13 @@ def test_generate_lays_out_conversations(letters, saved, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == answers
 
 
+def test_a_missing_chat_template_is_told(letters, tmp_path, monkeypatch, capsys):
+    letters[0].save_pretrained(tmp_path, tokenizer=CharTokenizer("abcdefghsu;"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/exit"))
+    assert main(["chat", str(tmp_path)]) == 0
+    assert "the tokenizer has no chat template" in capsys.readouterr().err
+
+
 def test_generate_with_another_tokenizer(letters, saved, tmp_path, capsys):
     other = CharTokenizer(letters[1].characters[::-1])
     other.save(tmp_path)

@@ -6,16 +6,16 @@ import contextlib
 import sys
 
 from mamba3.commands.arguments import command
-from mamba3.commands.generate import OPTIONS, add_sampling, add_tokenizer
+from mamba3.commands.generate import OPTIONS, add_sampling, add_tokenizer, say_if_plain
 from mamba3.commands.loading import device_of, load
 
 HELP = "/reset begins anew, /exit or the end of the input ends"
 
 
 def add(commands) -> None:
-    example = 'mamba3 chat runs/assistant --system "Be brief." --temperature 0.7'
+    example = 'mamba3 chat ./runs/assistant --system "Be brief." --temperature 0.7'
     add = command(commands, run, example).add_argument
-    add("model", metavar="NAME_OR_PATH", help="a name of `mamba3 list`, or a folder")
+    add("model", metavar="NAME_OR_PATH", help="a name of `mamba3 list`, a folder or a Hub id")
     add("--device", help="cpu, cuda, ... (a GPU if there is one)")
     add_tokenizer(add)
     add("--system", metavar="TEXT", help="what the system message says")
@@ -28,9 +28,9 @@ def run(args) -> None:
     from mamba3.conversation import Conversation
     from mamba3.data.tokenizer import load_tokenizer
 
-    folder = zoo.resolve(args.model)
-    tokenizer = load_tokenizer(args.tokenizer or folder)
-    model = load(folder, device_of(args))
+    tokenizer = load_tokenizer(args.tokenizer or args.model)
+    say_if_plain(tokenizer)
+    model = load(zoo.resolve(args.model), device_of(args))
     options = {name: getattr(args, name) for name in OPTIONS}
     talk(Conversation(model, tokenizer, system=args.system, **options))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 from mamba3.commands.arguments import QUICKSTART_MODEL, add_model, command
@@ -39,7 +40,13 @@ def add_tokenizer(add) -> None:
 
 def add_sampling(add, *, max_new_tokens: int) -> None:
     """The options of generation."""
-    add("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help="%(default)s")
+    add(
+        "--max-new-tokens",
+        type=int,
+        default=max_new_tokens,
+        metavar="N",
+        help="most new tokens (%(default)s)",
+    )
     add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     add("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens")
     add("--top-p", type=float, metavar="P", help="sample among the likeliest that make up P")
@@ -63,8 +70,7 @@ def run(args) -> None:
     from mamba3.generate_text import completions, prompt_ids
 
     rows = _rows(args)
-    folder = zoo.resolve(args.model)
-    tokenizer = load_tokenizer(args.tokenizer or folder)
+    tokenizer = load_tokenizer(args.tokenizer or args.model)
     options = {name: getattr(args, name) for name in (*OPTIONS, "stop", "batch_size")}
     prompts = [
         tokenizer.encode(render(row, tokenizer, True))
@@ -73,20 +79,32 @@ def run(args) -> None:
         for row in rows
     ]
     if args.chat:
+        say_if_plain(tokenizer)
         options["eos_token_id"], ends = turn_ends(tokenizer)
         options["stop"] = [*args.stop, *ends]
-    model = load(folder, device_of(args))
+    model = load(zoo.resolve(args.model), device_of(args))
     # The answer to a message is shown alone, a continuation after what it continues.
     shown = ["" if args.chat else tokenizer.decode(ids) for ids in prompts]
     if len(prompts) == 1 and not args.json:
-        print(shown[0], end="", flush=True)
-        options["stream"] = lambda _, piece: print(piece, end="", flush=True)
+        # What is continued is shown with the first text, so after all arguments are checked.
+        opening = iter(shown)
+        options["stream"] = lambda _, piece: print(next(opening, "") + piece, end="", flush=True)
         list(completions(model, tokenizer, prompts, **options))
-        print()
+        print(next(opening, ""))
         return
     made = completions(model, tokenizer, prompts, **options)
     for row, text, completion in zip(rows, shown, made, strict=True):
         print(_json_line(row, completion) if args.json else text + completion.text, flush=True)
+
+
+def say_if_plain(tokenizer) -> None:
+    """Tell whose tokenizer has no chat template how conversations are laid out."""
+    if tokenizer.chat_template is None:
+        print(
+            "mamba3: the tokenizer has no chat template; conversations are laid out plainly, as "
+            "<|user|>, <|assistant|>, which a model must have been trained on",
+            file=sys.stderr,
+        )
 
 
 def _json_line(row: str | list[dict], completion) -> str:

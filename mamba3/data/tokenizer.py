@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
@@ -205,15 +204,21 @@ def _with_own_eos(tokenizer: Tokenizer, eos_token: str | None) -> Tokenizer:
 
 def find_tokenizer(name_or_path: str | Path) -> Path:
     """The tokenizer.json that a name, folder, file or Hub id stands for, see `load_tokenizer`."""
-    from mamba3.zoo import resolve
+    from mamba3 import zoo
 
-    path = Path(name_or_path)
+    name, path = str(name_or_path), Path(name_or_path)
     if path.is_file():
         return path.absolute()
-    on_hub = isinstance(name_or_path, str) and _HUB_ID.fullmatch(name_or_path)
-    if on_hub and (name_or_path.startswith("hf-hub:") or not path.exists()):
-        return _download(on_hub["repository"], on_hub["revision"])
-    path = resolve(name_or_path) / TOKENIZER_FILE
+    model = zoo.MODELS.get(name)
+    if model is not None and not model.is_shipped:
+        raise FileNotFoundError(
+            f"{name} has no tokenizer among its files: {model.tokenizer}. Name a tokenizer.json, "
+            "its folder or its repository"
+        )
+    on_hub = zoo.HUB_ID.fullmatch(name.removeprefix(zoo.HUB))
+    if on_hub and isinstance(name_or_path, str) and not path.exists():
+        return _download(on_hub["repo"], on_hub["revision"])
+    path = zoo.resolve(name_or_path) / TOKENIZER_FILE
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} does not exist: this folder holds no tokenizer; name the one that its model "
@@ -301,10 +306,6 @@ _EACH_CHARACTER = {
     "invert": False,
 }
 
-_HUB_ID = re.compile(
-    r"(hf-hub:)?(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII
-)
-
 
 def _characters(content) -> str | None:
     """The characters of a tokenizer.json that CharTokenizer wrote; None for any other."""
@@ -329,16 +330,19 @@ def _download(repository: str, revision: str | None) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    try:
-        path = hf_hub_download(repository, TOKENIZER_FILE, revision=revision)
-    except LocalEntryNotFoundError:  # no connection, and not in the cache
-        raise
-    except EntryNotFoundError as error:
-        raise FileNotFoundError(
-            f"the repository {repository} of the Hub holds no {TOKENIZER_FILE}; name the one whose "
-            "tokenizer its model uses"
-        ) from error
-    for name in (CONFIG_FILE, TEMPLATE_FILE):
-        with contextlib.suppress(EntryNotFoundError):
-            hf_hub_download(repository, name, revision=revision)
+    from mamba3.remote import explained
+
+    with explained(repository, revision):
+        try:
+            path = hf_hub_download(repository, TOKENIZER_FILE, revision=revision)
+        except LocalEntryNotFoundError:  # no connection, and not in the cache
+            raise
+        except EntryNotFoundError as error:
+            raise FileNotFoundError(
+                f"the repository {repository} of the Hub holds no {TOKENIZER_FILE}; name the one "
+                "whose tokenizer its model uses"
+            ) from error
+        for name in (CONFIG_FILE, TEMPLATE_FILE):
+            with contextlib.suppress(EntryNotFoundError):
+                hf_hub_download(repository, name, revision=revision)
     return Path(path)

@@ -151,8 +151,10 @@ def test_only_the_tokenizer_is_downloaded(folder, tmp_path, monkeypatch):
     assert hub.asked == [("org/model", name, "refs/pr/1") for name in names]
     with pytest.raises(FileNotFoundError, match=r"org/empty of the Hub holds no tokenizer\.json"):
         load_tokenizer("org/empty")
-    with pytest.raises(LocalEntryNotFoundError, match="no connection"):
+    with pytest.raises(FileNotFoundError, match=r"org/unreachable, .* not wholly in the cache"):
         load_tokenizer("org/unreachable")
+    with pytest.raises(FileNotFoundError, match=r"has no tokenizer among its files: Llama 3\.1"):
+        load_tokenizer("mamba3-siso-187m")
     # What is a folder here is not looked for there.
     hub.asked.clear()
     write(tmp_path / "org")

@@ -70,6 +70,15 @@ def test_save_and_load(tmp_path):
     ).ids == loaded.encode('\n"é×')
 
 
+def test_a_chat_template_is_kept(tmp_path):
+    saved = CharTokenizer("ab")
+    assert (saved.chat_template, curriculum_tokenizer().chat_template) == (None, None)
+    saved.chat_template = "{{ messages }}"
+    saved.save(tmp_path)
+    assert load_tokenizer(tmp_path).chat_template == "{{ messages }}"
+    assert CharTokenizer("ab").chat_template is None
+
+
 def test_load_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no tokenizer"):
         load_tokenizer(tmp_path)
