@@ -24,7 +24,7 @@ from mamba3.data.sources import SUFFIXES, Record, read_records
 FORMS = {"text": ("text",), "prompt": ("prompt", "completion"), "messages": ("messages",)}
 EXPECTED = (
     'expected {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [{"role": ..., '
-    '"content": ...}, ...]}; keys of other names are given by columns, as prompt=question'
+    '"content": ...}, ...]}; for keys of other names, --columns prompt=question completion=answer'
 )
 # What files to train on and to measure on begin with, and those that are left alone.
 TRAIN, VALID, TEST = ("train",), ("valid", "validation", "dev", "val"), ("test",)

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mamba3 import Mamba3Config, Mamba3LM, hub, load_tokenizer
 from mamba3.cli import main
+from mamba3.data import rows
 from mamba3.data.byte_tokenizer import ByteTokenizer
 from mamba3.eval.exact_match import exact_match
 from mamba3.train import finetune
@@ -39,10 +40,10 @@ def base(tmp_path_factory):
 
 @pytest.fixture
 def write(tmp_path):
-    def write(rows, name="rows.jsonl"):
+    def write(lines, name="rows.jsonl"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         return path
 
     return write
@@ -117,6 +118,19 @@ def test_the_loss_is_on_answers_or_on_all(base, write, steps_made, tmp_path):
         assert text == answer[::-1] + answer
 
 
+def test_files_are_read_once(base, write, tmp_path, monkeypatch):
+    read = []
+
+    def read_records(path, original=rows.read_records):
+        read.append(path)
+        return original(path)
+
+    monkeypatch.setattr(rows, "read_records", read_records)
+    path = write(ROWS["prompt"])
+    finetune(base, path, tmp_path / "out", epochs=30, pack=16, device="cpu", progress=False)
+    assert read == [path]
+
+
 def test_a_folder_says_what_is_measured_on(base, write, steps_made, tmp_path):
     write(ROWS["prompt"][:7], "set/train.jsonl")
     write(ROWS["prompt"][7:], "set/valid.jsonl")
@@ -133,14 +147,14 @@ def test_a_folder_says_what_is_measured_on(base, write, steps_made, tmp_path):
 
 
 def test_rows_too_long_to_pack_are_cut_or_dropped_and_told(base, write, caplog):
-    rows = [{"prompt": w, "completion": w * (9 if w == "ten" else 1)} for w in WORDS]
-    path = write(rows, "set/train.jsonl").parent
+    long = [{"prompt": w, "completion": w * (9 if w == "ten" else 1)} for w in WORDS]
+    path = write(long, "set/train.jsonl").parent
     write(ROWS["prompt"][:2], "set/valid.jsonl")
     n = len(WORDS) - 2  # rows that are measured on are not trained on
     for how, lengths in (("cut", [24]), ("drop", [])):
         task = PromptRows(finetune_recipe(base, path, pack=24, too_long=how, epochs=96))
-        long = [len(d.input_ids) for d in task.train_documents if len(d.input_ids) > 12]
-        assert long == lengths
+        found = [len(d.input_ids) for d in task.train_documents if len(d.input_ids) > 12]
+        assert found == lengths
         assert len(task.train_documents) == n - 1 + len(lengths)
         gone = "" if lengths else "; 1 of them are left out"
         assert f"1 of {n} are too long for 24 tokens{gone}" in task.about
@@ -155,15 +169,13 @@ def test_rows_too_long_to_pack_are_cut_or_dropped_and_told(base, write, caplog):
 
 @pytest.mark.parametrize("pack", [None, 16])
 def test_old_data_is_mixed_in_and_measured(write, tmp_path, steps_made, pack):
-    rows = [{"prompt": f"x{n}", "completion": str(n)} for n in range(20)]
+    new = [{"prompt": f"x{n}", "completion": str(n)} for n in range(20)]
     old = write([{"prompt": f"y{n}", "completion": "1"} for n in range(12)], "before.jsonl")
     options = {"steps": 2, "batch_size": 10, "pack": pack, "device": "cpu", "progress": False}
     for mix_data in (old, "arithmetic"):
         steps_made.clear()
         out = tmp_path / f"mixed-{str(mix_data)[-4:]}"
-        result = finetune(
-            "arithmetic-tiny", write(rows), out, mix=0.3, mix_data=mix_data, **options
-        )
+        result = finetune("arithmetic-tiny", write(new), out, mix=0.3, mix_data=mix_data, **options)
         tokenizer = load_tokenizer(out)
         for [part] in steps_made:
             texts = [tokenizer.decode(ids) for ids in part.input_ids.tolist()]
