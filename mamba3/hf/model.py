@@ -188,12 +188,18 @@ class Mamba3ForCausalLM(PreTrainedModel, GenerationMixin):
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Whether the backward pass computes what blocks would keep anew; transformers sets it."""
+        """Whether the backward pass computes anew what blocks would keep."""
         return self.backbone.recompute is not None
 
-    @gradient_checkpointing.setter
-    def gradient_checkpointing(self, enabled: bool) -> None:
-        self.backbone.recompute = "full" if enabled else None
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func=None, every_n_layers: int = 1
+    ) -> None:
+        if every_n_layers != 1:
+            raise ValueError(
+                f"every_n_layers is {every_n_layers}, but all blocks are checkpointed or none: "
+                "leave it out"
+            )
+        self.backbone.recompute = "full" if enable else None
 
     def get_input_embeddings(self) -> nn.Module:
         """The embedding."""

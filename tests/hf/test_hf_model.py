@@ -83,6 +83,8 @@ def test_gradient_checkpointing_changes_no_gradient(pair):
     assert getattr(wrapped, f"is_{name}_checkpointing")
     wrapped(ids, labels=ids).loss.backward()
     assert_same(grads(wrapped), expected)
+    with pytest.raises(ValueError, match="every_n_layers is 2, but all blocks"):
+        wrapped._set_gradient_checkpointing(every_n_layers=2)
     getattr(wrapped, f"{name}_checkpointing_disable")()
     assert wrapped.backbone.recompute is None
 
