@@ -61,6 +61,8 @@ def render(
     try:
         return environment.from_string(source).render(
             messages=messages,
+            tools=None,
+            documents=None,
             add_generation_prompt=add_generation_prompt,
             **tokenizer.special_tokens,
         )

@@ -25,6 +25,11 @@ CHATML = (
     "{%- endfor %}\n"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+HELPERS = (
+    "{% if tools is not none or documents %}{{ tools }}{% endif %}{{ strftime_now('%Y') }}"
+    "{% for m in messages %}{% if loop.index0 == 3 %}{% break %}{% endif %}{{ m | tojson }}"
+    "{{ m | tojson(indent=2) }}{{ m.content | trim }}{{ eos_token }}{% endfor %}"
+)
 NO_END = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}[a]"
 
 
@@ -51,7 +56,7 @@ def test_plain_layout_by_hand(tokenizer):
     assert turn_end(tokenizer) == "<|eos|>"
 
 
-@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, CHATML, NO_END])
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, CHATML, NO_END, HELPERS])
 def test_layout_equals_that_of_transformers(tokenizer, template, tmp_path):
     from transformers import PreTrainedTokenizerFast
 
