@@ -356,7 +356,16 @@ def test_generate_from_a_file(letters, saved, tmp_path, capsys):
     rows.write_text("".join(json.dumps({"prompt": prompt, "id": 1}) + "\n" for prompt in prompts))
     stop = whole[0][5:8]
     texts = [cut(t, [stop]) for p, t in zip(PROMPTS, whole, strict=True) if p]
-    common = ["generate", "--model", saved, "--max-new-tokens=24", "--batch-size=3", "--stop", stop]
+    common = [
+        "generate",
+        "--device=cpu",
+        "--model",
+        saved,
+        "--max-new-tokens=24",
+        "--batch-size=3",
+        "--stop",
+        stop,
+    ]
     for path in (lines, rows):
         assert main([*common, "--file", str(path), "--json"]) == 0
         found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -372,7 +381,10 @@ def test_generate_from_a_file(letters, saved, tmp_path, capsys):
 
 def test_generate_lays_out_conversations(letters, saved, tmp_path, capsys):
     [answer] = expected_answers(letters, ["abc"])
-    assert main(["generate", "--model", saved, "--chat", "abc", "--max-new-tokens=20"]) == 0
+    assert (
+        main(["generate", "--device=cpu", "--model", saved, "--chat", "abc", "--max-new-tokens=20"])
+        == 0
+    )
     assert capsys.readouterr().out == answer + "\n"
     model, tokenizer = letters
     prompts = [tokenizer.encode(text) for text in ("sbb;uabc;a", "sbb;uc;ad;ua;a")]
@@ -382,7 +394,16 @@ def test_generate_lays_out_conversations(letters, saved, tmp_path, capsys):
     ]
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "abc"}) + "\n" + json.dumps({"messages": talk}))
-    command = ["generate", "--model", saved, "--chat", "--system", "bb", "--max-new-tokens=20"]
+    command = [
+        "generate",
+        "--device=cpu",
+        "--model",
+        saved,
+        "--chat",
+        "--system",
+        "bb",
+        "--max-new-tokens=20",
+    ]
     assert main([*command, "--file", str(rows)]) == 0
     answers = [tokenizer.decode(ids).rstrip(";") for ids in new]
     assert capsys.readouterr().out.splitlines() == answers
@@ -391,7 +412,7 @@ def test_generate_lays_out_conversations(letters, saved, tmp_path, capsys):
 def test_a_missing_chat_template_is_told(letters, tmp_path, monkeypatch, capsys):
     letters[0].save_pretrained(tmp_path, tokenizer=CharTokenizer("abcdefghsu;"))
     monkeypatch.setattr(sys, "stdin", io.StringIO("/exit"))
-    assert main(["chat", str(tmp_path)]) == 0
+    assert main(["chat", "--device=cpu", str(tmp_path)]) == 0
     assert "the tokenizer has no chat template" in capsys.readouterr().err
 
 
@@ -400,7 +421,7 @@ def test_generate_with_another_tokenizer(letters, saved, tmp_path, capsys):
     other.save(tmp_path)
     ids = letters[1].encode_prompt("abc")
     new = other.decode(recomputed(letters[0], other.encode_prompt("abc"), 5, [2]))
-    command = ["generate", "--model", saved, "--tokenizer", str(tmp_path), "abc"]
+    command = ["generate", "--device=cpu", "--model", saved, "--tokenizer", str(tmp_path), "abc"]
     assert main([*command, "--max-new-tokens=5"]) == 0
     assert capsys.readouterr().out == f"abc{new}\n"
     assert ids != other.encode_prompt("abc")
@@ -423,7 +444,7 @@ def test_errors_of_generate(saved, tmp_path, capsys, arguments, message):
     (tmp_path / "empty.txt").write_text("\n")
     names = {"file": tmp_path / "rows.jsonl", "empty": tmp_path / "empty.txt"}
     arguments = [argument.format(**names) for argument in arguments]
-    assert main(["generate", "--model", saved, *arguments]) == 2
+    assert main(["generate", "--device=cpu", "--model", saved, *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -431,7 +452,7 @@ def test_chat(letters, saved, monkeypatch, capsys):
     expected = expected_answers(letters, ["abc", "e"])
     typed = "abc\n\nx\ne\n/no\n/reset\nabc\n/exit\nabc\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
-    assert main(["chat", saved, "--max-new-tokens=20"]) == 0
+    assert main(["chat", "--device=cpu", saved, "--max-new-tokens=20"]) == 0
     captured = capsys.readouterr()
     assert captured.out.splitlines() == [*expected, expected[0]]
     assert "character 'x' at position" in captured.err
@@ -453,7 +474,7 @@ def test_chat_ends_with_its_input_and_goes_on_after_an_interruption(
         return step(self, ids, state)
 
     monkeypatch.setattr(Mamba3LM, "step", interrupted)
-    assert main(["chat", saved, "--max-new-tokens=20", "--system", "bb"]) == 0
+    assert main(["chat", "--device=cpu", saved, "--max-new-tokens=20", "--system", "bb"]) == 0
     captured = capsys.readouterr()
     assert captured.out.endswith(tokenizer.decode(new).rstrip(";") + "\n")
     assert "the question is forgotten" in captured.err
