@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
-import pytest
-
 TOKEN = "hf_stub"
 REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
 
@@ -47,8 +45,10 @@ class Repository:
     branches: dict[str, str] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
 
-    def commit(self, branch: str, files: dict[str, File], message: str) -> str:
-        oid = hashlib.sha1(f"{len(self.commits)} {message}".encode()).hexdigest()
+    def commit(
+        self, branch: str, files: dict[str, File], message: str, oid: str | None = None
+    ) -> str:
+        oid = oid or hashlib.sha1(f"{len(self.commits)} {message}".encode()).hexdigest()
         self.commits[oid] = files
         self.branches[branch] = oid
         self.messages.append(message)
@@ -86,11 +86,11 @@ class HubStub:
         self.requests: list[tuple[str, str]] = []
         self.url = ""
 
-    def create(self, repo_id: str, files: dict[str, str | bytes], private: bool = False):
-        """A repository with a first commit."""
-        repository = self.repositories[repo_id] = Repository(private)
+    def create(self, repo_id: str, files: dict[str, str | bytes], oid: str | None = None):
+        """A repository with a first commit, which `oid` names."""
+        repository = self.repositories[repo_id] = Repository(private=False)
         encoded = {k: v.encode() if isinstance(v, str) else v for k, v in files.items()}
-        repository.commit("main", {k: File(v, is_lfs(k)) for k, v in encoded.items()}, "first")
+        repository.commit("main", {k: File(v, is_lfs(k)) for k, v in encoded.items()}, "first", oid)
         return repository
 
     def count(self, method: str, part: str) -> int:
@@ -117,18 +117,18 @@ def serving(hub: HubStub) -> Iterator[HubStub]:
         server.server_close()
 
 
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """A stub that huggingface_hub of this process talks to, with an empty cache and no token."""
+@contextmanager
+def in_place_of_the_hub(folder, monkeypatch) -> Iterator[HubStub]:
+    """Make huggingface_hub of this process talk to a stub, with an empty cache and no token."""
     from huggingface_hub import constants
 
     with serving(HubStub()) as stub:
         monkeypatch.setattr(constants, "ENDPOINT", stub.url)
         template = stub.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "no-token"))
         for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
             monkeypatch.delenv(name, raising=False)
         yield stub
@@ -169,7 +169,8 @@ class Handler(BaseHTTPRequestHandler):
         self.route, self.query = unquote(split.path), parse_qs(split.query)
         fault = self._fault()
         if fault and fault.status is None and not fault.after:
-            self.rfile.read(1)
+            if self.command in ("POST", "PUT"):
+                self.rfile.read(1)
             return self._break_off()
         self.body = self._read_body()
         if fault and not fault.after:
@@ -251,9 +252,10 @@ class Handler(BaseHTTPRequestHandler):
         if not self._may_write(repo):
             return
         if repo in self.hub.repositories:
-            self._refuse(409, message="You already created this model repo")
+            self._answer({"url": f"{self.hub.url}/{repo}"}, status=409)
             return
-        repository = Repository(bool(asked.get("private")))
+        # By the version of huggingface_hub.
+        repository = Repository(bool(asked.get("private")) or asked.get("visibility") == "private")
         repository.branches["main"] = hashlib.sha1(repo.encode()).hexdigest()
         repository.commits[repository.branches["main"]] = {}
         self.hub.repositories[repo] = repository

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 
+from mamba3.checkpoint_files import read_weights
 from mamba3.config import Mamba3Config
 from mamba3.data.tokenizer import CharTokenizer, load_tokenizer
 from mamba3.hub import EMBEDDING, HEAD
@@ -151,6 +154,64 @@ def test_nothing_is_built_in_memory_first(saved, monkeypatch):
     monkeypatch.setattr("mamba3.hub.Mamba3LM", Recorded)
     assert_same(load(saved), tiny())
     assert built == [{"meta"}]
+
+
+MEMORY = """
+import os, resource, sys, torch
+from mamba3 import Mamba3LM
+
+def peak():
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+tiny, large = sys.argv[1:]
+Mamba3LM.from_pretrained(tiny).save_pretrained(tiny)  # what is imported once
+with open("/proc/self/statm") as file:
+    before = int(file.read().split()[1]) * resource.getpagesize()
+model = Mamba3LM.from_pretrained(large)
+loaded = peak()
+model.save_pretrained(large, max_shard_size="20MB")
+size = sum(parameter.nbytes for parameter in model.parameters())
+print((loaded - before) / size, (peak() - before) / size, size)
+"""
+
+
+@pytest.mark.parametrize("form", ["shards", "pickle"])
+def test_memory_of_loading_and_saving(tmp_path, form):
+    """At most 1.1 times the checkpoint, which held twice would be 2."""
+    tiny().save_pretrained(tmp_path / "tiny")
+    sizes = {"vocab_size": 8192, "d_model": 1024, "n_layer": 7, "d_intermediate": 2048}
+    model = Mamba3LM(Mamba3Config(**sizes), device="meta", dtype=torch.bfloat16)
+    model = model.to_empty(device="cpu")
+    model.tie_weights()
+    folder = tmp_path / "large"
+    model.save_pretrained(folder, max_shard_size="50MB")
+    if form == "pickle":
+        for file in folder.glob("model*"):
+            file.unlink()
+        torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    command = [sys.executable, "-c", MEMORY, str(tmp_path / "tiny"), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    loading, saving, size = map(float, done.stdout.split())
+    assert size > 1.8e8
+    assert 0.9 < loading <= 1.1
+    assert saving <= 1.1
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read(saved, monkeypatch):
+    """Never a mixture of two: it is read in several passes."""
+    taken = []
+
+    def read_and_replace(folder):
+        found = read_weights(folder)
+        taken.append(found[0])
+        tiny(1).save_pretrained(folder)
+        return found
+
+    monkeypatch.setattr("mamba3.hub.read_weights", read_and_replace)
+    with pytest.raises(OSError, match=r"model.safetensors was replaced while it was read"):
+        load(saved)
+    assert taken
 
 
 # Round trips

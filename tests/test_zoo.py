@@ -1,12 +1,13 @@
 """Named models: the look-up, its errors, and what ships."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
 import mamba3
-from mamba3 import zoo
+from mamba3 import cli, zoo
 from mamba3.config import Mamba3Config
 from mamba3.data.tokenizer import load_tokenizer
 from mamba3.models.lm import Mamba3LM
@@ -105,6 +106,59 @@ def test_incomplete_installation(shipped, monkeypatch, tmp_path):
 
 def test_parameters_count_a_tied_head_once(shipped):
     assert MODELS[NAME].parameters() == sum(p.numel() for p in shipped.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "width"),
+    [
+        ("siso-187m", 3432, 1536),
+        ("siso-443m", 4480, 2048),
+        ("siso-893m", 6576, 3072),
+        ("siso-1.5b", 8672, 4096),
+        ("mimo-187m", 4200, 1280),
+        ("mimo-444m", 5248, 1792),
+        ("mimo-894m", 7344, 2816),
+        ("mimo-1.5b", 9440, 3840),
+    ],
+)
+def test_official_architectures(name, rows, width):
+    model = MODELS[f"mamba3-{name}"]
+    assert model.repo_id == f"state-spaces/mamba3-{name}"
+    block = Mamba3LM(dataclasses.replace(model.config(), n_layer=1), device="meta").backbone.layers
+    assert block[0].mixer.in_proj.weight.shape[0] == rows
+    assert block[0].mlp.fc2.weight.shape[1] == width
+    count, unit = float(name[5:-1]), {"m": 1e6, "b": 1e9}[name[-1]]
+    assert abs(model.parameters() / unit - count) < (0.6 if unit == 1e6 else 0.01)
+
+
+def test_the_parameters_of_a_known_file():
+    """Counted in the file that the revision names; its bytes are two each, and the pickle's own."""
+    model = MODELS["mamba3-siso-187m"]
+    assert model.parameters() == 186_849_600
+    assert 0 < model.size - 2 * model.parameters() < 1e5
+
+
+def test_info_of_a_model_on_the_hub_downloads_nothing(monkeypatch, capsys):
+    def never(*_, **__):
+        raise AssertionError
+
+    monkeypatch.setattr("socket.socket.connect", never)
+    assert cli.main(["info", "mamba3-siso-187m"]) == 0
+    facts = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert facts["parameters"] == "186,849,600"
+    assert facts["form"] == "SISO, 12 layers of 24 heads"
+    assert facts["files"] == "config.json, pytorch_model.bin (373.7 MB)"
+    assert facts["d_intermediate"] == "1536"
+    assert "to train" in facts["memory"]
+
+
+def test_list_takes_a_pattern(capsys):
+    assert cli.main(["list", "mimo*"]) == 0
+    lines = capsys.readouterr().out.splitlines()[::2]
+    assert [line.split()[0] for line in lines] == list_models("mimo*")
+    assert lines[1].endswith("187,291,968 parameters, on the Hub: state-spaces/mamba3-mimo-187m")
+    assert cli.main(["list", "gpt*"]) == 2
+    assert "no model has a name like 'gpt*'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", list_models(shipped=True))
