@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import safetensors.torch
@@ -365,6 +366,54 @@ def test_push_generate_and_offline_in_new_processes(folder, tmp_path):
     local = run(*generate[:2], str(folder), *generate[3:])
     assert online.returncode == 0, online.stderr
     assert online.stdout == offline.stdout == local.stdout != ""
+
+
+def test_what_was_pushed_comes_from_a_mirror_server(hub, folder, tmp_path, monkeypatch):
+    """olah serves a git folder of the pushed files, offline, on this machine."""
+    pytest.importorskip("olah")
+    push_to_hub(folder, "me/x", token=TOKEN)
+    mirrored = tmp_path / "mirrors" / "models" / "me" / "x"
+    mirrored.mkdir(parents=True)
+    for name, file in hub.repositories["me/x"].files().items():
+        (mirrored / name).write_bytes(file.data)
+    author = ["-c", "user.name=me", "-c", "user.email=me@example.com"]
+    for command in (["init", "-q", "-b", "main"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run(["git", *author, *command], cwd=mirrored, check=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (tmp_path / "olah.toml").write_text(
+        f'[basic]\nhost = "127.0.0.1"\nport = {port}\nrepos-path = "{tmp_path / "repos"}"\n'
+        f'mirrors-path = ["{tmp_path / "mirrors"}"]\n[accessibility]\noffline = true\n'
+    )
+    command = [sys.executable, "-c", "from olah.server import cli; cli()", "-c", "olah.toml"]
+    options = ["--host", "127.0.0.1", "--port", str(port), "--log-path", str(tmp_path / "logs")]
+    with open(tmp_path / "olah.log", "wb") as log:
+        server = subprocess.Popen([*command, *options], cwd=tmp_path, stdout=log, stderr=log)
+    try:
+        wait_for(port, server)
+        url = f"http://127.0.0.1:{port}"
+        template = url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        assert_same_logits(load_model("me/x"), tiny())
+        assert load_tokenizer(zoo.resolve("me/x")).characters == TOKENIZER.characters
+    finally:
+        server.terminate()
+        server.wait(20)
+
+
+def wait_for(port, server):
+    """Until a server answers; one that has ended fails the test."""
+    for _ in range(200):
+        assert server.poll() is None
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            time.sleep(0.1)
+        else:
+            return
+    raise AssertionError
 
 
 def test_the_network():
