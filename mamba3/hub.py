@@ -30,7 +30,7 @@ from .models.lm import Mamba3LM
 from .zoo import MODELS, resolve
 
 if TYPE_CHECKING:
-    from .data.tokenizer import CharTokenizer
+    from .data.tokenizer import Tokenizer
 
 EMBEDDING = "backbone.embedding.weight"
 HEAD = "lm_head.weight"
@@ -114,7 +114,7 @@ def save_pretrained(
     model: Mamba3LM,
     path: str | os.PathLike[str],
     *,
-    tokenizer: CharTokenizer | None = None,
+    tokenizer: Tokenizer | None = None,
     max_shard_size: int | str = "5GB",
     metadata: dict[str, str] | None = None,
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import logging
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,13 +18,13 @@ from typing import TYPE_CHECKING
 from huggingface_hub import CommitInfo, HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
-from .checkpoint_files import INDEX, OFFICIAL, SINGLE, read_index
+from .checkpoint_files import CONFIG, INDEX, OFFICIAL, SINGLE, read_index, read_json
 from .hub import read_config
 from .models.lm import Mamba3LM
 from .remote import CARD, LIBRARY, SMALL_FILES, HTTPError, explained, http_error
 
 if TYPE_CHECKING:
-    from .data.tokenizer import CharTokenizer
+    from .data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +45,13 @@ def push_to_hub(
     replace_card: bool = False,
     token: str | bool | None = None,
     message: str = MESSAGE,
-    tokenizer: CharTokenizer | None = None,
+    tokenizer: Tokenizer | None = None,
     max_shard_size: int | str = "5GB",
 ) -> str:
     """Upload a model to the Hub in one commit; the repository is made if there is none.
 
     Of a folder go config.json, the safetensors and their index, the tokenizer's files,
-    generation_config.json, README.md and LICENSE; nothing else.
+    generation_config.json, README.md, LICENSE and the code that config.json names; nothing else.
 
     Args:
         folder_or_model: a folder as `save_pretrained` and training write it, or a model, which is
@@ -111,7 +112,16 @@ def files_to_push(folder: str | os.PathLike[str]) -> list[str]:
         raise FileNotFoundError(f"{folder} holds no weights: expected {SINGLE} or {INDEX}")
     if missing := sorted(name for name in weights if not (folder / name).is_file()):
         raise FileNotFoundError(f"{folder / INDEX} lists {', '.join(missing)}, missing there")
-    return sorted(weights | {name for name in SMALL_FILES if (folder / name).is_file()})
+    others = {*SMALL_FILES, *_code(folder / CONFIG)}
+    return sorted(weights | {name for name in others if (folder / name).is_file()})
+
+
+def _code(config: Path) -> set[str]:
+    """The Python files that a config.json names for transformers' trust_remote_code."""
+    auto_map = read_json(config).get("auto_map")
+    names = auto_map.values() if isinstance(auto_map, dict) else ()
+    found = [re.fullmatch(r"(\w+)\.\w+", name) for name in names if isinstance(name, str)]
+    return {f"{match[1]}.py" for match in found if match}
 
 
 def _push_folder(

@@ -334,6 +334,15 @@ def test_dry_run_shows_what_would_go_and_asks_nobody(hub, folder, capsys):
     assert hub.requests == []
 
 
+def test_code_that_the_config_names_goes_along(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "configuration_mamba3.Config", "AutoModel": "gone.Model"}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("configuration_mamba3.py", "setup.py"):
+        (folder / name).write_text("")
+    assert files_to_push(folder) == sorted([*MODEL_FILES, "configuration_mamba3.py"])
+
+
 def test_the_command_passes_its_options(hub, folder, capsys):
     options = ["--private", "--branch", "b", "--message", "mine", "--token", TOKEN]
     assert main(["push", str(folder), "me/x", *options]) == 0
