@@ -72,7 +72,9 @@ def test_blocks(shell):
             done = shell(f"python -W error -c {shlex.quote(block.code)}")
         else:
             lines = [line for line in block.code.splitlines() if line not in INSTALL]
-            assert all(line.startswith(("mamba3 ", "python scripts/")) for line in lines), where
+            assert all(
+                line.startswith(("mamba3 ", "python scripts/", "printf ")) for line in lines
+            ), where
             lines = [f"{line} --quick" if "scripts/" in line else line for line in lines]
             done = shell("\n".join(lines))
         assert done.returncode == 0, f"{where}:\n{done.stderr}"
