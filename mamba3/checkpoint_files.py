@@ -31,6 +31,7 @@ from safetensors import SafetensorError, safe_open
 logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 OFFICIAL = "pytorch_model.bin"

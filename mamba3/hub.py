@@ -17,6 +17,7 @@ import torch
 from .checkpoint_files import (
     CONFIG,
     DTYPES,
+    GENERATION,
     in_passes,
     read_json,
     read_weights,
@@ -147,9 +148,18 @@ def save_pretrained(
         write_json(folder / CONFIG, model.config.to_dict())
         if tokenizer is not None:
             tokenizer.save(folder)
+            if ends := _special_ids(tokenizer):
+                write_json(folder / GENERATION, ends)
         write_weights(tensors, folder, path, max_shard_size=max_shard_size, metadata=header)
 
     replace_checkpoint(path, write)
+
+
+def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """What transformers has to know to start, to end and to pad, as generation_config.json."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    ids = {name: getattr(tokenizer, name, None) for name in names}
+    return {name: i for name, i in ids.items() if i is not None}
 
 
 def read_config(folder: str | os.PathLike[str], *, a_activation: str | None = None) -> Mamba3Config:

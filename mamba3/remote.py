@@ -14,7 +14,7 @@ from pathlib import Path
 from huggingface_hub import constants, errors, snapshot_download
 
 from . import __version__
-from .checkpoint_files import CONFIG, INDEX, OFFICIAL, SINGLE
+from .checkpoint_files import CONFIG, GENERATION, INDEX, OFFICIAL, SINGLE
 
 LIBRARY = {"library_name": "mamba3", "library_version": __version__}
 
@@ -30,7 +30,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-SMALL_FILES = (CONFIG, "generation_config.json", CARD, "LICENSE", *TOKENIZER_FILES)
+SMALL_FILES = (CONFIG, GENERATION, CARD, "LICENSE", *TOKENIZER_FILES)
 SAFETENSORS = (SINGLE, INDEX, "model*-of-*.safetensors")
 
 # The HTTP library's class of all its errors: which library that is depends on the version.

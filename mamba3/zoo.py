@@ -289,6 +289,21 @@ def _local(name_or_path: str | os.PathLike[str]) -> Path:
     )
 
 
+def public_name(name_or_path: str) -> str:
+    """What a card calls a model: its repository on the Hub, or the name that says least of a disk.
+
+    Args:
+        name_or_path: as of `resolve`.
+    """
+    model = MODELS.get(name_or_path)
+    if model is not None:
+        return model.repo_id or model.name
+    path = name_or_path.removeprefix(LOCAL)
+    if name_or_path.startswith(LOCAL) or Path(path).is_dir():
+        return Path(path).absolute().name
+    return name_or_path.removeprefix(HUB).partition("@")[0]
+
+
 def load_model(
     name_or_path: str | os.PathLike[str],
     *,

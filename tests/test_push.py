@@ -26,8 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning
 TOKENIZER = CharTokenizer("0123456789+=")
 IDS = torch.tensor([[1, 5, 3, 9, 2, 14]])
 CARD = "---\nlicense: mit\n---\n# mine\n"
-MODEL_FILES = ["README.md", "config.json", "model.safetensors", "tokenizer.json"]
-MODEL_FILES += ["tokenizer_config.json"]
+MODEL_FILES = ["README.md", "config.json", "generation_config.json", "model.safetensors"]
+MODEL_FILES += ["tokenizer.json", "tokenizer_config.json"]
 
 
 def tiny(seed=0):

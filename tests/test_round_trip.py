@@ -56,8 +56,9 @@ def test_official_to_adapters_to_hub_to_transformers(form, rows, tmp_path, monke
             assert torch.equal(back(IDS).logits, model(IDS).logits)
             assert load_tokenizer(repo_id).encode_prompt("1+2") == tokenizer.encode_prompt("1+2")
 
-        import mamba3.hf  # noqa: F401
         from transformers import AutoModelForCausalLM
+
+        import mamba3.hf  # noqa: F401
 
         theirs = AutoModelForCausalLM.from_pretrained("me/folder").eval()
         assert torch.equal(theirs(IDS).logits, model(IDS).logits)

@@ -11,7 +11,7 @@ from mamba3 import cli, zoo
 from mamba3.config import Mamba3Config
 from mamba3.data.tokenizer import load_tokenizer
 from mamba3.models.lm import Mamba3LM
-from mamba3.zoo import MODELS, list_models, load_model, resolve
+from mamba3.zoo import MODELS, list_models, load_model, public_name, resolve
 
 NAME = "arithmetic-tiny"
 
@@ -170,3 +170,13 @@ def test_what_ships(name, monkeypatch, tmp_path):
     assert load_tokenizer(resolve(name)).vocab_size == model.config.vocab_size
     assert f"\n# {name}\n" in (resolve(name) / "README.md").read_text(encoding="utf-8")
     assert sum(f.stat().st_size for f in resolve(name).rglob("*") if f.is_file()) < 2e6
+
+
+def test_what_cards_call_a_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    assert public_name("arithmetic-tiny") == "arithmetic-tiny"
+    assert public_name("mamba3-siso-187m") == "state-spaces/mamba3-siso-187m"
+    assert public_name("hf-hub:me/x@v1") == public_name("me/x") == "me/x"
+    for path in ("./runs/one", "local-dir:runs/one", str(tmp_path / "runs" / "one")):
+        assert public_name(path) == "one"

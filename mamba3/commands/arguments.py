@@ -28,7 +28,7 @@ def add_model(add: Callable) -> None:
         "--model",
         required=True,
         metavar="NAME_OR_PATH",
-        help="a name of `mamba3 list`, or a folder",
+        help="a name of `mamba3 list`, a folder, or org/name on the Hub",
     )
     add("--device", help="cpu, cuda, ... (a GPU if there is one)")
 

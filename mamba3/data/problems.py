@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import random
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -89,38 +87,3 @@ def prompt_batch(prompts: Sequence[str], tokenizer: CharTokenizer) -> tuple[Tens
     left = {"batch_first": True, "padding_side": "left"}
     input_ids = pad_sequence(rows, padding_value=tokenizer.pad_token_id, **left)
     return input_ids, pad_sequence([torch.ones_like(row) for row in rows], **left)
-
-
-class EpochStream:
-    """An endless stream of batches that goes through a list of problems in a new order each epoch.
-
-    Batch i is a function of (problems, seed, i): a run continues from the number of its batch.
-
-    Args:
-        problems: what to train on.
-        tokenizer: turns them into ids.
-        batch_size: problems in a batch; a batch may reach over the end of an epoch.
-        seed: of the orders.
-    """
-
-    def __init__(
-        self, problems: Sequence[Problem], tokenizer: CharTokenizer, *, batch_size: int, seed: int
-    ):
-        if not problems:
-            raise ValueError("there are no problems to train on")
-        self.problems, self.tokenizer = problems, tokenizer
-        self.batch_size, self.seed = batch_size, seed
-
-    def __call__(self, index: int) -> Batch:
-        """Batch number `index`, from 0."""
-        first, n = index * self.batch_size, len(self.problems)
-        places = (divmod(i, n) for i in range(first, first + self.batch_size))
-        drawn = [self.problems[_shuffled(n, self.seed, epoch)[i]] for epoch, i in places]
-        return collate(drawn, self.tokenizer)
-
-
-@lru_cache(maxsize=4)
-def _shuffled(n: int, seed: int, epoch: int) -> list[int]:
-    order = list(range(n))
-    random.Random(f"{seed}/{epoch}").shuffle(order)
-    return order

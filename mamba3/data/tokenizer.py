@@ -328,7 +328,11 @@ def _characters(content) -> str | None:
 def _download(repository: str, revision: str | None) -> Path:
     """The tokenizer.json of a repository of the Hub, with what belongs to it beside it."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     from mamba3.remote import explained
 
@@ -343,6 +347,7 @@ def _download(repository: str, revision: str | None) -> Path:
                 "whose tokenizer its model uses"
             ) from error
         for name in (CONFIG_FILE, TEMPLATE_FILE):
-            with contextlib.suppress(EntryNotFoundError):
+            # Some mirrors say of a file that is not there that the repository is not.
+            with contextlib.suppress(EntryNotFoundError, RepositoryNotFoundError):
                 hf_hub_download(repository, name, revision=revision)
     return Path(path)

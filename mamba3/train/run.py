@@ -38,7 +38,7 @@ from mamba3.train.parallel import Ranks, ranks_of, whole_model
 from mamba3.train.readings import Spike
 from mamba3.train.signals import Stopped, StopSignals
 from mamba3.train.spikes import SpikeDetector
-from mamba3.train.tasks import Measured, Task, name_of, task_of
+from mamba3.train.tasks import Measured, Task, task_of
 
 RECIPE_FILE = "recipe.yaml"
 BEST = "best"
@@ -319,23 +319,24 @@ class _Run:
     def _save_model(self, model: Mamba3LM, folder: Path) -> None:
         hub.save_pretrained(model, folder, tokenizer=self.task.tokenizer)
         recipe, told = self.recipe, self.task.told
-        base = recipe.train.init_from
+        base = None if recipe.train.init_from is None else zoo.public_name(recipe.train.init_from)
+        forgets = base is not None and recipe.data.mix_path is None
         results = {} if self.before is None else {"before": self.before}
         write_card(
             folder,
             model=model,
             summary=(
                 f"Trained with mamba3 on {told.data}"
-                f"{'' if base is None else f', from {name_of(base)}'}: {self.step} steps of "
+                f"{'' if base is None else f', from {base}'}: {self.step} steps of "
                 f"{recipe.data.batch_size} {told.units}, seed {recipe.train.seed}, "
                 f"{OPTIMIZERS[recipe.optim.name]} with a learning rate of {recipe.optim.lr:.2g}. "
                 "`mamba3 train recipe.yaml --out DIR` with the recipe.yaml of this folder trains "
                 "it again."
-                f"{'' if base is None else ' What the model knew before may have been forgotten.'}"
+                f"{' What the model knew before may have been forgotten.' if forgets else ''}"
             ),
             told=told,
             results=results | {f"after {self.step} steps": self._measure()},
-            base_model=None if base is None else name_of(base),
+            base_model=base,
         )
 
     @property

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from mamba3 import zoo
+from mamba3.data.byte_tokenizer import ByteTokenizer
 from mamba3.data.text import TokenStream, rows_of
-from mamba3.data.tokenizer import CONFIG_FILE, TOKENIZER_FILE
+from mamba3.data.tokenizer import BYTES, CONFIG_FILE, TOKENIZER_FILE, find_tokenizer
 from mamba3.eval.perplexity import perplexity
 from mamba3.train.config import Recipe
 from mamba3.train.precision import autocast
@@ -73,14 +73,14 @@ class _Files:
         self.folder = folder
 
     @classmethod
-    def of(cls, name_or_path: str) -> _Files | None:
+    def of(cls, name_or_path: str) -> _Files | ByteTokenizer | None:
         """Of the tokenizer that a corpus was made with, if it is still where it was."""
-        path = Path(name_or_path)
+        if name_or_path == BYTES:
+            return ByteTokenizer()
         try:
-            folder = path.parent if path.is_file() else zoo.resolve(name_or_path)
+            return cls(find_tokenizer(name_or_path).parent)
         except (OSError, ValueError):
             return None
-        return cls(folder) if (folder / TOKENIZER_FILE).is_file() else None
 
     def save(self, folder: str | Path) -> None:
         """Copy them into a folder."""
