@@ -425,6 +425,7 @@ def wait_for(port, server):
     raise AssertionError
 
 
+@pytest.mark.network
 def test_the_network():
     """The real Hub answers; skipped where there is no network."""
     try:
