@@ -28,25 +28,14 @@ from .checkpoint_files import (
     write_weights,
 )
 from .forms import CONFIGS, FORMS, form_of, from_fla
-from .hub import EMBEDDING, HEAD, filled, load_pretrained, save_pretrained
+from .hub import EMBEDDING, HEAD, filled, load_pretrained, loaded_dtype, save_pretrained
 from .models.lm import Mamba3LM
+from .remote import CARD, SMALL_FILES
 from .zoo import resolve
 
-CARD_FILE = "README.md"
 FLA_EMBEDDING = "backbone.embeddings.weight"
 # Taken along unchanged when the source has them.
-COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-    CARD_FILE,
-    "LICENSE",
-)
+COMPANIONS = tuple(name for name in SMALL_FILES if name != CONFIG)
 
 
 class Converted(NamedTuple):
@@ -134,9 +123,9 @@ def convert(
         shutil.rmtree(staging, ignore_errors=True)
         if is_new and not any(destination.iterdir()):
             destination.rmdir()
-    if to == "mamba3" and not (destination / CARD_FILE).exists():
+    if to == "mamba3" and not (destination / CARD).exists():
         _write_card(model, destination, asked, source_form, dtype)
-        files.append(CARD_FILE)
+        files.append(CARD)
     return Converted(
         source=source,
         destination=destination,
@@ -171,10 +160,7 @@ def _read(
         tensors.setdefault(EMBEDDING, head)
     wide = model.float32_parameter_names()
     for name, tensor in tensors.items():
-        target = dtype or tensor.dtype
-        if name in wide:
-            target = torch.promote_types(target, torch.float32)
-        tensors[name] = tensor.to(target, copy=True)
+        tensors[name] = tensor.to(loaded_dtype(tensor, dtype, name in wide), copy=True)
     try:
         return filled(model, tensors)
     except (KeyError, RuntimeError) as error:  # what load_state_dict raises for a bad fit

@@ -87,14 +87,18 @@ def load_pretrained(
     wide = model.float32_parameter_names()
 
     def taken(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        target = dtype or tensor.dtype
-        if name in wide:
-            target = torch.promote_types(target, torch.float32)
+        target = loaded_dtype(tensor, dtype, name in wide)
         # Copied even where nothing changes: the tensor may be a view of the mapped file, and what
         # happens to the file later must not reach the model.
         return tensor.to(device=device or "cpu", dtype=target, copy=True)
 
     return filled(model, in_passes(read, taken))
+
+
+def loaded_dtype(tensor: torch.Tensor, asked: torch.dtype | None, is_wide: bool) -> torch.dtype:
+    """What a stored tensor is loaded in: the dtype asked for, else its own; float32 if it must."""
+    target = asked or tensor.dtype
+    return torch.promote_types(target, torch.float32) if is_wide else target
 
 
 def filled(model: Mamba3LM, tensors: dict[str, torch.Tensor]) -> Mamba3LM:

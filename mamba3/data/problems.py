@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from mamba3.data.tokenizer import CharTokenizer
 from mamba3.models.lm import IGNORE
@@ -79,11 +78,3 @@ def collate(problems: Sequence[Problem], tokenizer: CharTokenizer) -> Batch:
         padded[real] = list(itertools.chain.from_iterable(rows))
         batch.append(torch.from_numpy(padded))
     return Batch(*batch, int(lengths.sum()))
-
-
-def prompt_batch(prompts: Sequence[str], tokenizer: CharTokenizer) -> tuple[Tensor, Tensor]:
-    """Prompts to generate from: ids (B, L) padded on the left, and their attention mask (B, L)."""
-    rows = [torch.tensor(tokenizer.encode_prompt(prompt)) for prompt in prompts]
-    left = {"batch_first": True, "padding_side": "left"}
-    input_ids = pad_sequence(rows, padding_value=tokenizer.pad_token_id, **left)
-    return input_ids, pad_sequence([torch.ones_like(row) for row in rows], **left)

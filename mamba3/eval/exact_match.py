@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mamba3.data.problems import Problem, prompt_batch
+from mamba3.data.problems import Problem
 from mamba3.data.tokenizer import CharTokenizer
 from mamba3.generate import generate
+from mamba3.generate_text import left_padded
 
 
 class Miss(NamedTuple):
@@ -92,13 +93,13 @@ def exact_match(
 
 def _generate_ids(model, tokenizer, prompts: list[str], max_new_tokens: int) -> list[list[int]]:
     """The ids generated for each prompt, up to and including eos."""
-    input_ids, mask = prompt_batch(prompts, tokenizer)
-    device = next(model.parameters()).device
+    rows = [tokenizer.encode_prompt(prompt) for prompt in prompts]
+    input_ids, mask = left_padded(rows, next(model.parameters()).device)
     output = generate(
         model,
-        input_ids.to(device),
+        input_ids,
         max_new_tokens,
-        attention_mask=mask.to(device),
+        attention_mask=mask,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )

@@ -16,9 +16,8 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import yaml
 
 from mamba3.config import Mamba3Config, coerce, from_mapping
@@ -26,6 +25,9 @@ from mamba3.data.arithmetic import check_stages
 from mamba3.data.rows import Rows, load_rows
 from mamba3.train.log import check_loggers
 from mamba3.train.precision import PRECISIONS
+
+if TYPE_CHECKING:
+    import torch
 
 RECOMPUTE = ("none", "full", "selective")
 NONFINITE = ("stop", "skip")
