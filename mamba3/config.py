@@ -10,38 +10,74 @@ dtype, device) is never part of it, because the file travels with the weights.
     ngroups         G                             B/C projections shared by H/G heads each
     mimo_rank       R                             streams of the MIMO form; SISO has one
     rope_fraction   S = N*rope_fraction/2         share of the state's channels that rotate
+
+A model's layers are of Mamba-3 unless `layers` says otherwise. What Mamba-1 layers are has a group
+of its own, `mamba`, since names such as d_state and expand mean other things there.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
+from .fields import coerce_sizes, from_mapping
+
 A_ACTIVATIONS = ("heavy_tail", "softplus")
+KINDS = ("mamba3", "mamba")
 
 # Keys of our own config.json that are not fields: what kind of file it is, and what transformers
 # writes beside.
 TRANSFORMERS_KEYS = {"architectures", "auto_map", "dtype", "transformers_version"}
 TRANSFORMERS_KEYS |= {"bos_token_id", "eos_token_id", "pad_token_id"}
-_LABELS = {"model_type"} | TRANSFORMERS_KEYS
+LABELS = {"model_type"} | TRANSFORMERS_KEYS
 
-# The keys of the official form that set a field, at its top level and in ssm_cfg.
-_OFFICIAL_FIELDS = {"d_model", "d_intermediate", "n_layer", "vocab_size", "residual_in_fp32"}
-_OFFICIAL_FIELDS |= {"pad_vocab_size_multiple", "tie_embeddings", "a_activation"}
-_OFFICIAL_SSM_FIELDS = {"d_state", "expand", "headdim", "ngroups", "is_mimo", "mimo_rank"}
-_OFFICIAL_SSM_FIELDS |= {"rope_fraction", "dt_min", "dt_max", "dt_init_floor", "A_floor"}
-_OFFICIAL_SSM_FIELDS |= {"is_outproj_norm", "a_activation"}
-# Those that set none: checked where they could change the model, else about how the official code
-# runs. chunk_size is among these: it tiles the kernels, and every value gives the same numbers.
-_OFFICIAL_OTHERS = {"ssm_cfg", "attn_layer_idx", "attn_cfg", "rms_norm", "fused_add_norm"}
-_OFFICIAL_SSM_OTHERS = {"layer", "chunk_size"}
-# An absent key means the official code's default, which is ours too but for this one.
-_OFFICIAL_DEFAULTS = {"pad_vocab_size_multiple": 8}
+# The fields that are about Mamba-3 layers alone.
+_MAMBA3_FIELDS = ("d_state", "expand", "headdim", "ngroups", "is_mimo", "mimo_rank")
+_MAMBA3_FIELDS += ("rope_fraction", "is_outproj_norm", "a_activation", "a_floor")
+_MAMBA3_FIELDS += ("dt_min", "dt_max", "dt_init_floor", "angle_init_scale")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaSizes:
+    """What the Mamba-1 layers of a model are; the defaults are the official ones.
+
+    Args:
+        d_state: state size N of a channel.
+        d_conv: tokens that the convolution sees.
+        expand: inner width over d_model.
+        dt_rank: rank of the step size's projection; None is d_model / 16, rounded up.
+        bias, conv_bias: whether the projections and the convolution have one.
+        dt_min, dt_max, dt_init_floor: initial step sizes, log-uniform, at least the floor.
+        dt_scale: factor on the bound of dt_proj's initial weights.
+        maps_norm_eps: epsilon of an RMSNorm without weights over the step size before its
+            projection, B and C, as Falcon-Mamba has them; None is none.
+
+    Raises:
+        TypeError, ValueError: a value of a wrong type, or out of range.
+    """
+
+    d_state: int = 16
+    d_conv: int = 4
+    expand: int = 2
+    dt_rank: int | None = None
+    bias: bool = False
+    conv_bias: bool = True
+    dt_min: float = 1e-3
+    dt_max: float = 1e-1
+    dt_init_floor: float = 1e-4
+    dt_scale: float = 1.0
+    maps_norm_eps: float | None = None
+
+    def __post_init__(self):
+        coerce_sizes(self)
+        _check_range(self)
+
+    def rank(self, d_model: int) -> int:
+        """`dt_rank`, or what None stands for in a model of this width."""
+        return math.ceil(d_model / 16) if self.dt_rank is None else self.dt_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +89,9 @@ class Mamba3Config:
         d_model: width of the residual stream.
         n_layer: number of blocks.
         d_intermediate: MLP width, rounded up to `mlp_multiple`; 0 means no MLP.
+        layers: kind of the blocks' mixers, "mamba3" or "mamba" (Mamba-1); or a list of n_layer of
+            these, for a hybrid.
+        mamba: what the Mamba-1 layers are, a `MambaSizes` or a mapping of its fields.
         d_state: state size N of a head.
         expand: inner width over d_model.
         headdim: channels P of a head; must divide expand * d_model.
@@ -74,6 +113,10 @@ class Mamba3Config:
         pad_vocab_size_multiple: the embedding's rows are rounded up to this multiple.
         mlp_multiple: d_intermediate is rounded up to this multiple.
 
+    The fields from d_state to angle_init_scale are about Mamba-3 layers, `mamba` is about Mamba-1
+    layers: where a model has none of a kind, what is about it must be left at its default, and is
+    no part of config.json.
+
     Raises:
         TypeError: a key that does not exist, with the nearest one that does.
         ValueError: values that do not fit together.
@@ -83,6 +126,8 @@ class Mamba3Config:
     d_model: int
     n_layer: int
     d_intermediate: int = 0
+    layers: tuple[str, ...] | str = "mamba3"
+    mamba: MambaSizes = field(default_factory=MambaSizes)
     d_state: int = 128
     expand: int = 2
     headdim: int = 64
@@ -104,15 +149,37 @@ class Mamba3Config:
     mlp_multiple: int = 128
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = coerce(getattr(self, field.name), field.type, field.name)
-            object.__setattr__(self, field.name, value)
-            may_be_zero = field.name in ("d_intermediate", "rope_fraction", "angle_init_scale")
-            if isinstance(value, (bool, str)) or (value == 0 and may_be_zero):
-                continue
-            if not (value > 0 and math.isfinite(value)):
-                bound = "0 or more" if may_be_zero else "more than 0"
-                raise ValueError(f"{field.name} must be {bound} and finite, got {value}")
+        coerce_sizes(self, may_be_zero=("d_intermediate", "rope_fraction", "angle_init_scale"))
+        object.__setattr__(self, "layers", _checked_layers(self.layers, self.n_layer))
+        if not isinstance(self.mamba, MambaSizes):
+            try:
+                sizes = from_mapping(MambaSizes, self.mamba, where="the group")
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"mamba: {error}") from error
+            object.__setattr__(self, "mamba", sizes)
+        if self.mamba.dt_rank == MambaSizes().rank(self.d_model):
+            # Forms that write it down and forms that leave it open come to the same.
+            object.__setattr__(self, "mamba", dataclasses.replace(self.mamba, dt_rank=None))
+        self._check_unused()
+        if "mamba3" in self.kinds:
+            self._check_mamba3()
+
+    def _check_unused(self) -> None:
+        """What is set for layers that the model does not have would do nothing."""
+        changed = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != _default(f)]
+        if "mamba" not in self.kinds and "mamba" in changed:
+            raise ValueError(
+                "the group 'mamba' is about Mamba-1 layers, and the model has none: leave it out, "
+                "or say layers='mamba'"
+            )
+        if "mamba3" not in self.kinds and (others := [n for n in changed if n in _MAMBA3_FIELDS]):
+            near = [name for name in others if name in MambaSizes.__dataclass_fields__]
+            raise ValueError(
+                f"{', '.join(others)}: about Mamba-3 layers, and the model has none; leave it out"
+                + (f", or say {', '.join(f'mamba.{name}' for name in near)}" if near else "")
+            )
+
+    def _check_mamba3(self) -> None:
         if self.d_inner % self.headdim:
             raise ValueError(
                 f"headdim must divide expand * d_model: got headdim {self.headdim}, "
@@ -131,17 +198,30 @@ class Mamba3Config:
             raise ValueError(
                 f"a_activation must be one of {A_ACTIVATIONS}, got {self.a_activation!r}"
             )
-        if self.dt_max < self.dt_min:
-            raise ValueError(f"dt_max must be at least dt_min, got {self.dt_max} < {self.dt_min}")
+        _check_range(self)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kind of every layer's mixer, "mamba3" or "mamba"."""
+        return (self.layers,) * self.n_layer if isinstance(self.layers, str) else self.layers
+
+    @property
+    def form(self) -> str:
+        """What the layers are, in words."""
+        mamba3 = f"MIMO of rank {self.mimo_rank}" if self.is_mimo else "SISO"
+        if isinstance(self.layers, str):
+            return mamba3 if self.layers == "mamba3" else "Mamba-1"
+        count = Counter(self.layers)
+        return f"hybrid of {count['mamba']} Mamba-1 and {count['mamba3']} {mamba3}"
 
     @property
     def d_inner(self) -> int:
-        """Inner width E = H * P."""
+        """Inner width E = H * P of Mamba-3 layers."""
         return self.expand * self.d_model
 
     @property
     def n_heads(self) -> int:
-        """Number of heads H."""
+        """Number of heads H of Mamba-3 layers."""
         return self.d_inner // self.headdim
 
     @property
@@ -166,83 +246,39 @@ class Mamba3Config:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], *, a_activation: str | None = None) -> Mamba3Config:
-        """Read a parsed config.json, in our own form (`to_dict`) or in the official one.
+        """Read a parsed config.json, in our own form (`to_dict`) or any other of `mamba3.forms`.
 
         Args:
-            data: the parsed file; an `ssm_cfg` entry makes it the official form.
+            data: the parsed file.
             a_activation: overrides what the file says or leaves open. None takes the file's.
 
         Returns:
-            The config. An official file that leaves a_activation open gives a warning.
+            The config. An official Mamba-3 file that leaves a_activation open gives a warning.
 
         Raises:
             TypeError: unknown or missing keys, or a value of the wrong type.
             ValueError: another kind of model, or values that do not fit together.
         """
-        if not isinstance(data, dict):
-            raise TypeError(f"a config must be a mapping of keys to values, got {data!r}")
-        model_type = data.get("model_type", "mamba3")
-        if model_type != "mamba3":
-            raise ValueError(
-                f"this config is of model_type {model_type!r}, expected 'mamba3' or the official "
-                "form with an 'ssm_cfg' entry"
-            )
-        if "ssm_cfg" in data:
-            return cls.from_official(data, a_activation=a_activation)
-        own = {key: value for key, value in data.items() if key not in _LABELS}
+        from .forms import READERS, form_of
+
+        if (reader := READERS.get(form_of(data))) is not None:
+            return reader(data, a_activation=a_activation)
+        own = {key: value for key, value in data.items() if key not in LABELS}
         if a_activation is not None:
             own["a_activation"] = a_activation
         return from_mapping(cls, own, where="config")
 
-    @classmethod
-    def from_official(
-        cls, data: dict[str, Any], *, a_activation: str | None = None
-    ) -> Mamba3Config:
-        """Read the config.json of an official (`state-spaces/mamba`) Mamba-3 checkpoint.
-
-        Args:
-            data: the parsed file.
-            a_activation: which function the weights were trained with. The official form does not
-                say; None takes "heavy_tail", that of all released weights, and warns.
-
-        Raises:
-            TypeError: unknown or missing keys, or a value of the wrong type.
-            ValueError: not a Mamba-3 model, or one with parts that are not supported.
-        """
-        ssm = data.get("ssm_cfg")
-        if not isinstance(ssm, dict) or ssm.get("layer") != "Mamba3":
-            raise ValueError(
-                f"ssm_cfg is {ssm!r}, expected a mapping with layer 'Mamba3': this is not a "
-                "Mamba-3 checkpoint"
-            )
-        if data.get("attn_layer_idx"):
-            raise ValueError(
-                f"attn_layer_idx is {data['attn_layer_idx']}: hybrids with attention layers are "
-                "not supported"
-            )
-        if not data.get("rms_norm", True):
-            raise ValueError("rms_norm is false: only RMSNorm models are supported")
-        check_keys(data, _OFFICIAL_FIELDS | _OFFICIAL_OTHERS | _LABELS, where="config")
-        check_keys(ssm, _OFFICIAL_SSM_FIELDS | _OFFICIAL_SSM_OTHERS, where="ssm_cfg")
-        fields = _OFFICIAL_DEFAULTS | {k: v for k, v in data.items() if k in _OFFICIAL_FIELDS}
-        fields |= {k: v for k, v in ssm.items() if k in _OFFICIAL_SSM_FIELDS}
-        if "A_floor" in fields:
-            fields["a_floor"] = fields.pop("A_floor")
-        if a_activation is not None:
-            fields["a_activation"] = a_activation
-        elif "a_activation" not in fields:
-            warnings.warn(
-                "this config does not say how the decay A is activated; taking "
-                "a_activation='heavy_tail', that of the weights released since June 2026. Weights "
-                "of earlier code need a_activation='softplus'. Pass a_activation, or add it to the "
-                "config, to choose",
-                stacklevel=2,
-            )
-        return from_mapping(cls, fields, where="config")
-
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values, with `model_type`, ready for config.json."""
-        return {"model_type": "mamba3", **dataclasses.asdict(self)}
+        """The fields as plain values, with `model_type`, ready for config.json.
+
+        Those about layers that the model does not have are left out.
+        """
+        data = {"model_type": "mamba3", **dataclasses.asdict(self)}
+        unused = () if "mamba3" in self.kinds else _MAMBA3_FIELDS
+        unused += () if "mamba" in self.kinds else ("layers", "mamba")
+        if not isinstance(self.layers, str):
+            data["layers"] = list(self.layers)
+        return {name: value for name, value in data.items() if name not in unused}
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -250,67 +286,23 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def from_mapping(cls, mapping: dict[str, Any], *, where: str):
-    """Build a dataclass from a mapping; an unknown or missing key is an error that helps.
-
-    Args:
-        cls: a keyword-only dataclass.
-        mapping: its values.
-        where: what the mapping is, for the message.
-    """
-    if not isinstance(mapping, dict):
-        raise TypeError(f"{where} must be a mapping of keys to values, got {mapping!r}")
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    check_keys(mapping, fields, where=where)
-    missing = [
-        name
-        for name, field in fields.items()
-        if field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-        and name not in mapping
-    ]
-    if missing:
-        raise TypeError(f"{where} lacks {', '.join(missing)}")
-    return cls(**mapping)
+def _check_range(config: Mamba3Config | MambaSizes) -> None:
+    if config.dt_max < config.dt_min:
+        raise ValueError(f"dt_max must be at least dt_min, got {config.dt_max} < {config.dt_min}")
 
 
-def check_keys(keys: Iterable[Any], known: Iterable[str], *, where: str) -> None:
-    """Raise a TypeError that names the first unknown key and the known one nearest to it."""
-    known = sorted(known)
-    for key in keys:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-            raise TypeError(f"{where} has no key {key!r}; the nearest is {near[0]!r}")
+def _checked_layers(layers: Any, n_layer: int) -> tuple[str, ...] | str:
+    """One kind for all layers, or the kind of each; of equal ones, the first form."""
+    given = (layers,) if isinstance(layers, str) else layers
+    if not isinstance(given, list | tuple) or any(kind not in KINDS for kind in given):
+        raise ValueError(f"layers must be one of {KINDS}, or a list of these, got {layers!r}")
+    if not isinstance(layers, str) and len(given) != n_layer:
+        raise ValueError(
+            f"layers names {len(given)} kinds, and the model has {n_layer} layers: name one for "
+            "each, or one for all"
+        )
+    return given[0] if len(set(given)) == 1 else tuple(given)
 
 
-def coerce(value: Any, annotation: str, name: str) -> Any:
-    """Check `value` against a field's annotation; numbers are converted where nothing is lost.
-
-    YAML 1.1 reads 1e-4 as a string and 1.0 as a float, so a float field takes "1e-4" and an int
-    field takes 1.0.
-
-    Args:
-        value: what was given.
-        annotation: of the field, a string: int, float, bool or str, with "| None" at will. A value
-            of any other annotation is returned as it is.
-        name: of the field, for the message.
-
-    Raises:
-        TypeError: the value is not of that type, or would lose by the conversion.
-    """
-    kind, *others = (part.strip() for part in annotation.split("|"))
-    if kind not in ("bool", "str", "float", "int") or (value is None and "None" in others):
-        return value
-    if kind in ("bool", "str"):
-        if isinstance(value, bool if kind == "bool" else str):
-            return value
-    elif not isinstance(value, bool):
-        try:
-            number = float(value)
-            if kind == "float" and not math.isnan(number):
-                return number
-            if kind == "int" and number.is_integer():
-                return value if isinstance(value, int) else int(number)
-        except (TypeError, ValueError, OverflowError):
-            pass
-    raise TypeError(f"{name} must be {annotation}, got {value!r}")
+def _default(of: dataclasses.Field) -> Any:
+    return of.default if of.default_factory is dataclasses.MISSING else of.default_factory()

@@ -1,7 +1,6 @@
-"""Checkpoints in the forms of other packages: mamba_ssm (the official one) and fla, and back.
+"""Checkpoints in the forms of other packages, see `mamba3.forms`, and back.
 
-Tensors are never changed. Between mamba3 and mamba_ssm their names are the same too; fla has
-`backbone.embeddings` for `backbone.embedding`.
+Tensors are never changed.
 """
 
 from __future__ import annotations
@@ -23,17 +22,15 @@ from .checkpoint_files import (
     SINGLE,
     STAGING,
     read_json,
-    read_weights,
     write_json,
     write_weights,
 )
-from .forms import CONFIGS, FORMS, form_of, from_fla
-from .hub import EMBEDDING, HEAD, filled, load_pretrained, loaded_dtype, save_pretrained
+from .forms import FORMS, WRITERS, form_of
+from .hub import EMBEDDING, HEAD, OTHER_EMBEDDING, load_pretrained, save_pretrained
 from .models.lm import Mamba3LM
 from .remote import CARD, SMALL_FILES
 from .zoo import resolve
 
-FLA_EMBEDDING = "backbone.embeddings.weight"
 # Taken along unchanged when the source has them.
 COMPANIONS = tuple(name for name in SMALL_FILES if name != CONFIG)
 
@@ -101,13 +98,13 @@ def convert(
         raise FileExistsError(
             f"'{destination}' already holds {held[0].name}; choose another folder, or overwrite"
         )
-    source_form = form_of(read_json(source / CONFIG), source / CONFIG)
-    model = _read(source, a_activation=a_activation)
+    model = load_pretrained(source, a_activation=a_activation)
+    source_form = form_of(read_json(source / CONFIG))
     ids = _random_ids(model.config.vocab_size)
     expected = _logits(model, ids)
     if dtype is not None:
-        model = _read(source, a_activation=model.config.a_activation, dtype=dtype)
-    config = CONFIGS[to](model.config)
+        model = load_pretrained(source, a_activation=model.config.a_activation, dtype=dtype)
+    config = WRITERS[to](model.config)
 
     is_new = not destination.exists()
     destination.mkdir(parents=True, exist_ok=True)
@@ -138,35 +135,6 @@ def convert(
     )
 
 
-def _read(
-    folder: Path, *, a_activation: str | None = None, dtype: torch.dtype | None = None
-) -> Mamba3LM:
-    """The model in a folder of any form."""
-    file = folder / CONFIG
-    data = read_json(file)
-    if form_of(data, file) != "fla":
-        return load_pretrained(folder, dtype=dtype, a_activation=a_activation)
-    try:
-        model = Mamba3LM(from_fla(data, a_activation=a_activation), device="meta")
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{file}: {error}") from error
-    source, tensors = read_weights(folder)
-    if FLA_EMBEDDING in tensors:
-        tensors[EMBEDDING] = tensors.pop(FLA_EMBEDDING)
-    head = tensors.get(HEAD)
-    if model.config.tie_embeddings and head is not None:
-        if not torch.equal(head, tensors.get(EMBEDDING, head)):
-            raise ValueError(f"{source}: {HEAD} is not the embedding, though the config ties them")
-        tensors.setdefault(EMBEDDING, head)
-    wide = model.float32_parameter_names()
-    for name, tensor in tensors.items():
-        tensors[name] = tensor.to(loaded_dtype(tensor, dtype, name in wide), copy=True)
-    try:
-        return filled(model, tensors)
-    except (KeyError, RuntimeError) as error:  # what load_state_dict raises for a bad fit
-        raise ValueError(f"{source} does not fit {file}: {error}") from error
-
-
 def _write(model: Mamba3LM, config: dict[str, Any], folder: Path, form: str) -> None:
     """Write config and weights into an empty folder."""
     if form == "mamba3":
@@ -178,14 +146,16 @@ def _write(model: Mamba3LM, config: dict[str, Any], folder: Path, form: str) -> 
     else:
         if model.config.tie_embeddings:  # fla's older versions do not tie what is missing
             tensors[HEAD] = tensors[HEAD].clone()
-        tensors[FLA_EMBEDDING] = tensors.pop(EMBEDDING)
+        tensors[OTHER_EMBEDDING] = tensors.pop(EMBEDDING)
+        # Else transformers takes the dtype of whichever tensor is first for that of all.
+        config |= {"dtype": str(tensors[HEAD].dtype).removeprefix("torch.")}
         write_weights(tensors, folder, folder, max_shard_size="5GB", metadata={"format": "pt"})
     write_json(folder / CONFIG, config)
 
 
 def _check_written(model: Mamba3LM, folder: Path, ids: torch.Tensor) -> torch.Tensor:
     """The logits of what was written, after a check that it is the model."""
-    read = _read(folder)
+    read = load_pretrained(folder)
     expected, got = model.state_dict(), read.state_dict()
     changed = [
         name

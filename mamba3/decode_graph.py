@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from .cuda_graph import record
-from .ops import Mamba3State, backend
+from .ops import backend
 
 if TYPE_CHECKING:
     from .models.lm import LMState, Mamba3LM
@@ -64,7 +64,7 @@ class DecodeGraph:
         with torch.inference_mode():
             self._ids = torch.zeros(state.batch_size, dtype=torch.int64, device=_device(state))
             self._state = state._replace(
-                layers=tuple(Mamba3State(*map(_buffer_like, layer)) for layer in state.layers)
+                layers=tuple(type(layer)(*map(_buffer_like, layer)) for layer in state.layers)
             )
             ids, own = self._ids, self._state
             self._replay = record(lambda: model.step(ids, own, inplace=True)[0], ids.device)
@@ -166,7 +166,7 @@ def obstacle(model: Mamba3LM) -> str | None:
     for name, module in model.named_modules():
         name, kind = name or "the model", type(module)
         ours = kind.__module__.partition(".")[0] == __package__
-        if not ours and kind not in (nn.Linear, nn.Embedding, nn.ModuleList):
+        if not ours and kind not in (nn.Linear, nn.Conv1d, nn.Embedding, nn.ModuleList):
             return f"{name} is a {kind.__qualname__}, which may do something else at every call"
         if module._forward_hooks or module._forward_pre_hooks:
             return f"{name} has forward hooks"

@@ -1,8 +1,8 @@
-"""Load models from checkpoint folders, official ones and our own, and save them.
+"""Load models from checkpoint folders, our own and other packages', and save them.
 
-Tensor names are the official ones. A model is built without memory (meta device) and takes its
-tensors only after every one of them has been checked, so a bad file never leaves half a model.
-Loading takes no more memory than the model and a small share of it.
+Tensor names are the official ones, but for one that other packages have. A model is built without
+memory (meta device) and takes its tensors only after every one of them has been checked, so a bad
+file never leaves half a model. Loading takes no more memory than the model and a small share of it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .data.tokenizer import Tokenizer
 
 EMBEDDING = "backbone.embedding.weight"
+OTHER_EMBEDDING = "backbone.embeddings.weight"  # as fla and transformers call it
 HEAD = "lm_head.weight"
 
 
@@ -50,8 +51,8 @@ def load_pretrained(
     """Load a model in evaluation mode, by its name, from a local folder or from the Hub.
 
     Args:
-        name_or_path: a name of `mamba3.list_models()`, a folder, official or written by
-            `save_pretrained`, or a model on the Hub; see `mamba3.zoo.resolve`.
+        name_or_path: a name of `mamba3.list_models()`, a folder in any form of `mamba3.forms`, or
+            a model on the Hub; see `mamba3.zoo.resolve`.
         revision, token, local_files_only: for a model on the Hub, see `mamba3.zoo.resolve`.
         dtype: of the weights: float32, bfloat16, float16 or float64; None keeps the stored one.
             The parameters of `model.float32_parameter_names()` are never narrower than float32.
@@ -81,24 +82,22 @@ def load_pretrained(
 
     def read() -> tuple[Path, dict[str, torch.Tensor]]:
         source, tensors = read_weights(folder)
+        if EMBEDDING not in tensors and OTHER_EMBEDDING in tensors:
+            tensors[EMBEDDING] = tensors.pop(OTHER_EMBEDDING)
         _check_fit(model, tensors, f"{source} does not fit {CONFIG}")
         return source, tensors
 
     wide = model.float32_parameter_names()
 
     def taken(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        target = loaded_dtype(tensor, dtype, name in wide)
+        target = dtype or tensor.dtype
+        if name in wide:
+            target = torch.promote_types(target, torch.float32)
         # Copied even where nothing changes: the tensor may be a view of the mapped file, and what
         # happens to the file later must not reach the model.
         return tensor.to(device=device or "cpu", dtype=target, copy=True)
 
     return filled(model, in_passes(read, taken))
-
-
-def loaded_dtype(tensor: torch.Tensor, asked: torch.dtype | None, is_wide: bool) -> torch.dtype:
-    """What a stored tensor is loaded in: the dtype asked for, else its own; float32 if it must."""
-    target = asked or tensor.dtype
-    return torch.promote_types(target, torch.float32) if is_wide else target
 
 
 def filled(model: Mamba3LM, tensors: dict[str, torch.Tensor]) -> Mamba3LM:
@@ -171,7 +170,7 @@ def read_config(folder: str | os.PathLike[str], *, a_activation: str | None = No
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError, TypeError: it is not one of a Mamba-3 model; the message names the file.
+        ValueError, TypeError: it is of no model that there is here; the message names the file.
     """
     file = Path(folder) / CONFIG
     data = read_json(file)

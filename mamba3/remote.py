@@ -7,14 +7,14 @@ HF_HUB_OFFLINE, HF_ENDPOINT, `hf auth login`.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from huggingface_hub import constants, errors, snapshot_download
 
 from . import __version__
-from .checkpoint_files import CONFIG, GENERATION, INDEX, OFFICIAL, SINGLE
+from .checkpoint_files import CONFIG, GENERATION, INDEX, OFFICIAL, SINGLE, read_json
+from .config import A_ACTIVATIONS, Mamba3Config
 
 LIBRARY = {"library_name": "mamba3", "library_version": __version__}
 
@@ -47,8 +47,8 @@ def download(
 ) -> Path:
     """Download what a model needs of a repository into the Hub's cache, and return the folder.
 
-    Weights are downloaded of Mamba-3 models only, and the pickle only where there are no
-    safetensors.
+    Weights are downloaded of models in a form of `mamba3.forms` only, and the pickle only where
+    there are no safetensors.
 
     Args:
         repo_id: org/name.
@@ -76,7 +76,7 @@ def download(
 
     with explained(repo_id, revision):
         folder = fetch(SMALL_FILES, revision)
-        if _is_mamba3(folder / CONFIG):
+        if _is_ours(folder / CONFIG):
             commit = folder.name  # a push in between must not mix two commits
             fetch(SAFETENSORS, commit)
             if not any((folder / name).is_file() for name in (SINGLE, INDEX)):
@@ -84,16 +84,14 @@ def download(
     return folder
 
 
-def _is_mamba3(file: Path) -> bool:
+def _is_ours(file: Path) -> bool:
+    """Whether a config.json is of a model that there is here."""
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        # What is left open changes no tensor.
+        Mamba3Config.from_dict(read_json(file), a_activation=A_ACTIVATIONS[0])
+    except (OSError, TypeError, ValueError):
         return False
-    if not isinstance(config, dict):
-        return False
-    ssm = config.get("ssm_cfg")
-    is_official = isinstance(ssm, dict) and ssm.get("layer") == "Mamba3"
-    return is_official or config.get("model_type") == "mamba3"
+    return True
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ README.md. Of the official models only what is known is said: None is "not known
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import fnmatch
 import os
@@ -38,6 +39,7 @@ class ZooModel:
         repo_id: on the Hugging Face Hub; None for a model that ships with the package.
         revision: the commit of `repo_id` that is loaded; None takes its main branch.
         architecture: arguments of `Mamba3Config`; not needed for a shipped model.
+        weights: their files in `repo_id`.
         size: of the weights' file, in bytes.
         tokenizer: where its tokenizer is.
         context: tokens of the sequences that it was trained on.
@@ -51,6 +53,7 @@ class ZooModel:
     repo_id: str | None = None
     revision: str | None = None
     architecture: dict[str, Any] = field(default_factory=dict)
+    weights: str = "pytorch_model.bin"
     size: int | None = None
     tokenizer: str | None = None
     context: int | None = None
@@ -89,7 +92,7 @@ class ZooModel:
         return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _official(
+def _mamba3(
     tag: str,
     d_model: int,
     n_layer: int,
@@ -98,7 +101,7 @@ def _official(
     revision: str | None = None,
     size: int | None = None,
 ) -> ZooModel:
-    """An official checkpoint of July 2026; they differ in nothing else."""
+    """An official Mamba-3 checkpoint of July 2026; they differ in nothing else."""
     is_mimo = tag.startswith("mimo")
     form = "MIMO of rank 4" if is_mimo else "SISO"
     return ZooModel(
@@ -126,6 +129,37 @@ def _official(
     )
 
 
+def _mamba(size: str, d_model: int, n_layer: int) -> tuple[ZooModel, ZooModel]:
+    """An official Mamba-1 checkpoint of December 2023, and the same in transformers' form."""
+    official = ZooModel(
+        name=f"mamba-{size}",
+        description="official base model of Mamba-1; 300B tokens of the Pile (English)",
+        licence="Apache-2.0",
+        repo_id=f"state-spaces/mamba-{size}",
+        architecture={
+            "layers": "mamba",
+            "vocab_size": 50277,
+            "d_model": d_model,
+            "n_layer": n_layer,
+            "pad_vocab_size_multiple": 8,
+        },
+        tokenizer="GPT-NeoX, of EleutherAI/gpt-neox-20b; it is not among the model's files",
+        context=2048,
+        citation="Gu and Dao: Mamba: Linear-Time Sequence Modeling with Selective State Spaces. "
+        "arXiv:2312.00752 (2023)",
+    )
+    transformers = dataclasses.replace(
+        official,
+        name=f"{official.name}-hf",
+        description=f"{official.description}; with its tokenizer",
+        repo_id=f"{official.repo_id}-hf",
+        architecture=official.architecture | {"vocab_size": 50280, "pad_vocab_size_multiple": 1},
+        weights="safetensors",
+        tokenizer="GPT-NeoX, among the model's files",
+    )
+    return official, transformers
+
+
 MODELS = {
     model.name: model
     for model in (
@@ -136,29 +170,62 @@ MODELS = {
             licence="Apache-2.0",
             tokenizer="among the model's files, one character a token",
         ),
-        _official(
+        _mamba3(
             *("siso-187m", 768, 12, 1536),
             revision="6792c27c00f3bb41506db1066dcd1c51bb0f4b02",
             size=373_744_619,
         ),
-        _official("siso-443m", 1024, 24, 2048),
-        _official(
+        _mamba3("siso-443m", 1024, 24, 2048),
+        _mamba3(
             *("siso-893m", 1536, 24, 3072), revision="e205b6e6d6075d089140d2e9170970aabc05c481"
         ),
-        _official(
+        _mamba3(
             *("siso-1.5b", 2048, 24, 4096), revision="5cfc721542ec9ccee768088b2fd6b7e8101219d8"
         ),
-        _official(
+        _mamba3(
             *("mimo-187m", 768, 12, 1264),
             revision="8fd6e9eb7b795f2e15d7f6353251d0137980c43e",
             size=374_640_827,
         ),
-        _official("mimo-444m", 1024, 24, 1792),
-        _official(
+        _mamba3("mimo-444m", 1024, 24, 1792),
+        _mamba3(
             *("mimo-894m", 1536, 24, 2800), revision="b5c7db27d1c7781d27c203bfd18601b3bbff7bc0"
         ),
-        _official(
+        _mamba3(
             *("mimo-1.5b", 2048, 24, 3824), revision="bc6b5d0f7994fe4cb3478242e92da8daf9ee29ec"
+        ),
+        *_mamba("130m", 768, 24),
+        *_mamba("370m", 1024, 48),
+        *_mamba("790m", 1536, 48),
+        *_mamba("1.4b", 2048, 48),
+        *_mamba("2.8b", 2560, 64),
+        dataclasses.replace(
+            _mamba("2.8b-slimpj", 2560, 64)[0],
+            description="official base model of Mamba-1; 600B tokens of SlimPajama (English)",
+        ),
+        ZooModel(
+            name="falcon-mamba-7b",
+            description="base model of Mamba-1 with norms in its mixers; 5.8T tokens, mostly of "
+            "the web (English)",
+            repo_id="tiiuae/falcon-mamba-7b",
+            architecture={
+                "layers": "mamba",
+                "mamba": {"maps_norm_eps": 1e-6},
+                "vocab_size": 65024,
+                "d_model": 4096,
+                "n_layer": 64,
+                "tie_embeddings": False,
+                "pad_vocab_size_multiple": 1,
+            },
+            weights="safetensors",
+            tokenizer="Falcon, among the model's files",
+            context=8192,
+            citation="Zuo et al.: Falcon Mamba: The First Competitive Attention-free 7B Language "
+            "Model. arXiv:2410.05355 (2024)",
+            notes=(
+                "Licence: TII Falcon-Mamba License 2.0, see "
+                "https://falconllm.tii.ae/falcon-mamba-7b-terms-and-conditions.html.",
+            ),
         ),
     )
 }

@@ -17,8 +17,8 @@ def add(commands) -> None:
     add(
         "--to",
         required=True,
-        choices=("mamba_ssm", "mamba3", "fla"),
-        help="the official form, ours, or that of flash-linear-attention",
+        choices=("mamba_ssm", "mamba3", "fla", "transformers"),
+        help="the official form, ours, or that of flash-linear-attention or transformers",
     )
     add("--dtype", choices=DTYPES, help="of the weights (as they are)")
     add(

@@ -67,7 +67,7 @@ def _remote(named, optimizer: bool) -> None:
     import torch
 
     from mamba3 import Mamba3LM
-    from mamba3.checkpoint_files import CONFIG, OFFICIAL
+    from mamba3.checkpoint_files import CONFIG
     from mamba3.train.config import OptimRecipe, StepRecipe
     from mamba3.train.estimate import estimate_step
 
@@ -82,7 +82,7 @@ def _remote(named, optimizer: bool) -> None:
     sequence = sum(tensor.nbytes for tensor in _tensors(model.new_state(1)))
     facts = {
         "source": f"{named.source} (nothing was downloaded)",
-        "files": f"{CONFIG}, {OFFICIAL}" + (f" ({size(named.size)})" if named.size else ""),
+        "files": f"{CONFIG}, {named.weights}" + (f" ({size(named.size)})" if named.size else ""),
         "form": _form(config),
         "parameters": f"{named.parameters():,}",
         "memory to run": f"{size(weights + sequence)} in bfloat16, and activations",
@@ -111,8 +111,8 @@ def _print_facts(facts: dict) -> None:
 
 
 def _form(config) -> str:
-    form = f"MIMO, rank {config.mimo_rank}" if config.is_mimo else "SISO"
-    return f"{form}, {config.n_layer} layers of {config.n_heads} heads"
+    heads = f" of {config.n_heads} heads" if config.layers == "mamba3" else ""
+    return f"{config.form}, {config.n_layer} layers{heads}"
 
 
 def _state(model) -> str:

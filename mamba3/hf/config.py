@@ -8,7 +8,9 @@ from typing import Any
 
 from transformers import GenerationConfig, PretrainedConfig
 
-from ..config import TRANSFORMERS_KEYS, Mamba3Config, check_keys, from_mapping
+from ..config import TRANSFORMERS_KEYS, Mamba3Config
+from ..fields import check_keys, from_mapping
+from ..forms import form_of
 from .export import AUTO_MAP, write_code
 
 _FIELDS = [field.name for field in dataclasses.fields(Mamba3Config)]
@@ -50,8 +52,8 @@ class Mamba3HFConfig(PretrainedConfig):
         known = {*_FIELDS, *self.attribute_map, *common}
         check_keys([key for key in values if not key.startswith("_")], known, where="config")
         config = from_mapping(Mamba3Config, fields, where="config")
-        for name in _FIELDS:
-            setattr(self, name, getattr(config, name))
+        for name, value in dataclasses.asdict(config).items():
+            setattr(self, name, value)
         super().__init__(**values)
 
     def to_mamba3(self) -> Mamba3Config:
@@ -60,8 +62,19 @@ class Mamba3HFConfig(PretrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """Read a parsed config.json, also of the official form; see `Mamba3Config.from_dict`."""
-        if "ssm_cfg" in config_dict:
+        """Read a parsed config.json, also of the official form; see `Mamba3Config.from_dict`.
+
+        Raises:
+            TypeError, ValueError: as there; a model that transformers has a class of its own for.
+        """
+        form = form_of(config_dict)
+        if form == "transformers":
+            raise ValueError(
+                f"transformers has a class of its own for model_type {config_dict['model_type']!r}:"
+                " load it with AutoModelForCausalLM, or have mamba3.load_model read it and pass "
+                "the model to Mamba3ForCausalLM.from_mamba3"
+            )
+        if form == "mamba_ssm":
             a_activation = kwargs.pop("a_activation", None)
             official = {k: v for k, v in config_dict.items() if not k.startswith("_")}
             config_dict = Mamba3Config.from_dict(official, a_activation=a_activation).to_dict()

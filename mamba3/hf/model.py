@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ..layers import TMamba3Layer
+from ..layers import TMamba3Layer, TMambaLayer
 from ..models import Mamba3LM
 from ..models.lm import LMOutput
 from .cache import Mamba3Cache
@@ -58,7 +58,9 @@ class Mamba3ForCausalLM(PreTrainedModel, GenerationMixin):
     _is_stateful = True
     _no_split_modules = ["Block"]  # noqa: RUF012
     _tied_weights_keys = {"lm_head.weight": "backbone.embedding.weight"}  # noqa: RUF012
-    _keep_in_fp32_modules_strict = TMamba3Layer.float32_parameters
+    _keep_in_fp32_modules_strict = frozenset(
+        (*TMamba3Layer.float32_parameters, *TMambaLayer.float32_parameters)
+    )
 
     # What these need is here too: the backbone, the head and config.vocab_size.
     _check_ids = Mamba3LM._check_ids

@@ -8,7 +8,11 @@ from ..config import Mamba3Config
 from ..ops import Mamba3State
 from .mlp import GatedMLP
 from .norm import RMSNorm
+from .tmamba import MambaState, TMambaLayer
 from .tmamba3 import TMamba3Layer
+
+MIXERS = {"mamba3": TMamba3Layer, "mamba": TMambaLayer}
+State = Mamba3State | MambaState
 
 
 class Block(nn.Module):
@@ -16,14 +20,15 @@ class Block(nn.Module):
 
     Args:
         config: the model's.
+        layer: the block's place in the model, from 0, which decides the kind of its mixer.
         device, dtype: of the weights.
     """
 
-    def __init__(self, config: Mamba3Config, *, device=None, dtype=None):
+    def __init__(self, config: Mamba3Config, layer: int = 0, *, device=None, dtype=None):
         super().__init__()
         weights = {"device": device, "dtype": dtype}
         self.norm = RMSNorm(config.d_model, eps=config.norm_eps, **weights)
-        self.mixer = TMamba3Layer.from_config(config, **weights)
+        self.mixer = MIXERS[config.kinds[layer]].from_config(config, **weights)
         self.mlp = None
         if config.mlp_width:
             self.norm2 = RMSNorm(config.d_model, eps=config.norm_eps, **weights)
@@ -34,11 +39,11 @@ class Block(nn.Module):
         x: Tensor,
         *,
         added: Tensor | None = None,
-        state: Mamba3State | None = None,
+        state: State | None = None,
         cu_seqlens: Tensor | None = None,
         return_state: bool = True,
         defer: bool = False,
-    ) -> tuple[Tensor | tuple[Tensor, Tensor], Mamba3State | None]:
+    ) -> tuple[Tensor | tuple[Tensor, Tensor], State | None]:
         """Run whole sequences.
 
         Args:
@@ -58,9 +63,7 @@ class Block(nn.Module):
         x, added = self._add_mlp(y, x)
         return (x, added) if defer else x + added, state
 
-    def step(
-        self, x: Tensor, state: Mamba3State, *, inplace: bool = False
-    ) -> tuple[Tensor, Mamba3State]:
+    def step(self, x: Tensor, state: State, *, inplace: bool = False) -> tuple[Tensor, State]:
         """Run one token: x (B, D); `inplace` as in the mixer's step."""
         y, state = self.mixer.step(self.norm(x), state, inplace=inplace)
         x, added = self._add_mlp(y, x)

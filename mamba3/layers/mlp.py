@@ -27,6 +27,11 @@ class GatedMLP(nn.Module):
         width = self.fc1.out_features // 2
         return {"fc1.weight": blocks(value=width, gate=width), "fc2.weight": MATRIX}
 
+    def reset_parameters(self) -> None:
+        """Draw both projections anew: kaiming-uniform, bound 1/sqrt(fan_in)."""
+        self.fc1.reset_parameters()
+        self.fc2.reset_parameters()
+
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., D) to (..., D)."""
         return self.fc2(silu_gated(self.fc1(x)))

@@ -14,6 +14,7 @@ those of the official code (mamba_ssm.Mamba).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..config import Mamba3Config, MambaSizes
 from ..ops import causal_conv, causal_conv_step, selective_scan, selective_step
 from .layout import MATRIX, VECTOR, Layout, blocks
 from .precise import KeepsFloat32
@@ -93,15 +95,24 @@ class TMambaLayer(KeepsFloat32):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        sizes = {"d_model": d_model, "d_state": d_state, "d_conv": d_conv, "expand": expand}
-        self.dt_rank = math.ceil(d_model / 16) if dt_rank is None else dt_rank
-        for name, size in {**sizes, "dt_rank": self.dt_rank}.items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
-        self.d_model, self.d_state, self.d_conv = d_model, d_state, d_conv
-        self.d_inner = inner = expand * d_model
-        self.dt_range, self.dt_scale = (dt_min, dt_max, dt_init_floor), dt_scale
-        self.maps_norm_eps = maps_norm_eps
+        if d_model < 1:
+            raise ValueError(f"d_model must be more than 0, got {d_model}")
+        # One place checks the other sizes: the model's config.
+        self.sizes = sizes = MambaSizes(
+            d_state=d_state,
+            d_conv=d_conv,
+            expand=expand,
+            dt_rank=dt_rank,
+            bias=bias,
+            conv_bias=conv_bias,
+            dt_min=dt_min,
+            dt_max=dt_max,
+            dt_init_floor=dt_init_floor,
+            dt_scale=dt_scale,
+            maps_norm_eps=maps_norm_eps,
+        )
+        self.d_model, self.d_inner = d_model, expand * d_model
+        self.dt_rank, inner = sizes.rank(d_model), self.d_inner
         weights = {"device": device, "dtype": dtype}
         wide = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
         precise = {"device": device, "dtype": wide}
@@ -113,6 +124,12 @@ class TMambaLayer(KeepsFloat32):
         self.D = nn.Parameter(torch.empty(inner, **precise))
         self.out_proj = nn.Linear(inner, d_model, bias=bias, **weights)
         self.reset_parameters()
+
+    @classmethod
+    def from_config(cls, config: Mamba3Config, *, device=None, dtype=None) -> TMambaLayer:
+        """The mixer of a model with this config."""
+        sizes = dataclasses.asdict(config.mamba)
+        return cls(config.d_model, **sizes, device=device, dtype=dtype)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -130,16 +147,16 @@ class TMambaLayer(KeepsFloat32):
         """
         if self.D.is_meta:
             return
+        sizes = self.sizes
         for module in (self.in_proj, self.conv1d, self.x_proj, self.out_proj):
             module.reset_parameters()
-        bound = self.dt_scale * self.dt_rank**-0.5
+        bound = sizes.dt_scale * self.dt_rank**-0.5
         nn.init.uniform_(self.dt_proj.weight, -bound, bound)
-        low, high, floor = self.dt_range
-        bias = self.dt_proj.bias
-        dt = torch.empty_like(bias, dtype=torch.float32).uniform_(math.log(low), math.log(high))
-        dt = dt.exp_().clamp_(min=floor)
+        bias, low, high = self.dt_proj.bias, math.log(sizes.dt_min), math.log(sizes.dt_max)
+        dt = torch.empty_like(bias, dtype=torch.float32).uniform_(low, high)
+        dt = dt.exp_().clamp_(min=sizes.dt_init_floor)
         bias.copy_(dt + torch.log(-torch.expm1(-dt)))
-        self.A_log.copy_(torch.arange(1, self.d_state + 1, device=self.A_log.device).log())
+        self.A_log.copy_(torch.arange(1, sizes.d_state + 1, device=self.A_log.device).log())
         nn.init.ones_(self.D)
 
     def parameter_layout(self) -> Layout:
@@ -147,7 +164,7 @@ class TMambaLayer(KeepsFloat32):
 
         A_log, D, biases and the convolution, four numbers a channel, take no weight decay.
         """
-        maps = blocks(low=self.dt_rank, B=self.d_state, C=self.d_state)
+        maps = blocks(low=self.dt_rank, B=self.sizes.d_state, C=self.sizes.d_state)
         layout = {"in_proj.weight": blocks(x=self.d_inner, z=self.d_inner), "x_proj.weight": maps}
         layout |= {"dt_proj.weight": MATRIX, "out_proj.weight": MATRIX}
         small = ("A_log", "D", "conv1d.weight", "conv1d.bias", "dt_proj.bias")
@@ -187,6 +204,8 @@ class TMambaLayer(KeepsFloat32):
         ragged = Ragged.of(u.shape[:2], attention_mask, cu_seqlens, seq_idx)
         if ragged is not None:
             u, cu_seqlens = ragged.pack(u), ragged.cu_seqlens
+        if state is not None:
+            self._check_state(state, u.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1)
         x, z = self.in_proj(u).chunk(2, -1)
         conv, h = (None, None) if state is None else state
         x, conv = causal_conv(x, *self._kernel(), state=conv, cu_seqlens=cu_seqlens)
@@ -214,6 +233,7 @@ class TMambaLayer(KeepsFloat32):
         self._check_input(u, (2, 3), "(B, d_model) or (B, 1, d_model)")
         if u.dim() == 3 and u.shape[1] != 1:
             raise ValueError(f"step takes one token, got an input of shape {tuple(u.shape)}")
+        self._check_state(state, u.shape[0])
         x, z = self.in_proj(u.flatten(0, -2)).chunk(2, -1)
         x, conv = causal_conv_step(x, *self._kernel(), state.conv, inplace=inplace)
         arguments = self._arguments(x)
@@ -222,18 +242,38 @@ class TMambaLayer(KeepsFloat32):
 
     def new_state(self, batch: int) -> MambaState:
         """The state of `batch` sequences before their first token."""
-        shapes = ((self.d_inner, self.d_conv - 1), (self.d_inner, self.d_state))
         where = {"device": self.D.device, "dtype": self.D.dtype}
-        return MambaState(*(torch.zeros(batch, *shape, **where) for shape in shapes))
+        return MambaState(*(torch.zeros(batch, *shape, **where) for shape in self._state_shapes()))
+
+    def _state_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Those of a state's tensors for one sequence."""
+        sizes = self.sizes
+        return (self.d_inner, sizes.d_conv - 1), (self.d_inner, sizes.d_state)
+
+    def _check_state(self, state: MambaState, sequences: int) -> None:
+        if not isinstance(state, MambaState):
+            raise TypeError(f"expected a MambaState of this layer, got a {type(state).__name__}")
+        if state.batch_size != sequences:
+            raise ValueError(
+                f"the state holds {state.batch_size} sequences, the input {sequences}: pass the "
+                "state returned for this batch, or pick its rows with state.reorder(index)"
+            )
+        for name, got, wanted in zip(state._fields, state, self._state_shapes(), strict=True):
+            if got.shape != (sequences, *wanted):
+                raise ValueError(
+                    f"state.{name} has shape {tuple(got.shape)}, expected {(sequences, *wanted)}: "
+                    "this state belongs to a layer of other sizes"
+                )
 
     def _kernel(self) -> tuple[Tensor, Tensor | None]:
         return self.conv1d.weight.squeeze(1), self.conv1d.bias
 
     def _arguments(self, x: Tensor) -> tuple[Tensor, ...]:
         """From the convolved values: dt before its softplus, a, b, c and d of the scan."""
-        maps = self.x_proj(x).split((self.dt_rank, self.d_state, self.d_state), -1)
-        if self.maps_norm_eps is not None:
-            maps = (F.rms_norm(t, t.shape[-1:], eps=self.maps_norm_eps) for t in maps)
+        sizes = self.sizes
+        maps = self.x_proj(x).split((self.dt_rank, sizes.d_state, sizes.d_state), -1)
+        if sizes.maps_norm_eps is not None:
+            maps = (F.rms_norm(t, t.shape[-1:], eps=sizes.maps_norm_eps) for t in maps)
         low, b, c = maps
         return self.dt_proj(low), -torch.exp(self.A_log), b, c, self.D
 

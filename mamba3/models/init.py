@@ -7,8 +7,6 @@ import math
 import torch
 from torch import nn
 
-from ..layers import RMSNorm, TMamba3Layer
-
 
 @torch.no_grad()
 def init_weights(model: nn.Module) -> None:
@@ -17,7 +15,8 @@ def init_weights(model: nn.Module) -> None:
     | tensor | distribution |
     |---|---|
     | embedding, untied lm_head | normal, std 0.02 |
-    | mixer.* | `TMamba3Layer.reset_parameters` |
+    | mixer.* | `TMamba3Layer.reset_parameters`, `TMambaLayer.reset_parameters` |
+    | mixer.in_proj.bias, mixer.out_proj.bias | 0 |
     | mlp.fc1 | kaiming-uniform, bound 1/sqrt(fan_in) |
     | mixer.out_proj, mlp.fc2 | the same, divided by sqrt(residual additions) |
     | norms | 1 |
@@ -29,11 +28,14 @@ def init_weights(model: nn.Module) -> None:
         return
     config = model.config
     additions = config.n_layer * (2 if config.mlp_width else 1)
-    for module in model.modules():
-        if isinstance(module, TMamba3Layer | RMSNorm | nn.Linear):
-            module.reset_parameters()
+    for block in model.backbone.layers:
+        for part in block.children():
+            part.reset_parameters()
+    model.backbone.norm_f.reset_parameters()
     for name, parameter in model.named_parameters():
         if name.endswith(("mixer.out_proj.weight", "mlp.fc2.weight")):
             parameter.div_(math.sqrt(additions))
+        elif name.endswith((".in_proj.bias", ".out_proj.bias")):
+            nn.init.zeros_(parameter)
     for weight in (model.backbone.embedding.weight, model.lm_head.weight):
         nn.init.normal_(weight, std=0.02)

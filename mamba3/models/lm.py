@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ..config import Mamba3Config
-from ..layers import Block, RMSNorm
+from ..layers import Block, MambaState, RMSNorm
 from ..layers.layout import EMBEDDING, Layout
 from ..layers.ragged import Ragged
 from ..ops import Mamba3State, linear_cross_entropy
@@ -22,9 +22,9 @@ IGNORE = -100
 
 
 class LMState(NamedTuple):
-    """Decoding state of a model: one `Mamba3State` a layer."""
+    """Decoding state of a model: one `Mamba3State` or `MambaState` a layer, as the layer is."""
 
-    layers: tuple[Mamba3State, ...]
+    layers: tuple[Mamba3State | MambaState, ...]
 
     @property
     def batch_size(self) -> int:
@@ -52,7 +52,7 @@ class LMOutput(NamedTuple):
 
 
 class Mamba3LM(nn.Module):
-    """Mamba-3 language model, with the tensor names of the official checkpoints.
+    """Language model of Mamba-3 layers, Mamba-1 layers or both, with the official tensor names.
 
     Args:
         config: the architecture.
@@ -271,7 +271,7 @@ class Backbone(nn.Module):
         # Without nn.Embedding's own init, which on meta costs a second of imports.
         table = torch.empty(config.padded_vocab_size, config.d_model, **weights)
         self.embedding = nn.Embedding.from_pretrained(table, freeze=False)
-        self.layers = nn.ModuleList(Block(config, **weights) for _ in range(config.n_layer))
+        self.layers = nn.ModuleList(Block(config, i, **weights) for i in range(config.n_layer))
         self.norm_f = RMSNorm(config.d_model, eps=config.norm_eps, **weights)
 
     def forward(

@@ -60,7 +60,7 @@ def write_card(
     config = model.config
     n_parameters = sum(p.numel() for p in model.parameters())
     sections = {
-        "": f"A Mamba-3 language model ({_form(config)}, {config.n_layer} layers, d_model "
+        "": f"A {_family(config)} language model ({config.form}, {config.n_layer} layers, d_model "
         f"{config.d_model}, d_state {config.d_state}, {n_parameters:,} parameters).",
         "Origin" if told is None else "Training": summary,
         "Evaluation": _measured(told, results),
@@ -76,22 +76,34 @@ def write_card(
     replace_text(folder / CARD_FILE, f"---\n{data.to_yaml()}\n---\n\n{body}\n")
 
 
-def _form(config) -> str:
-    return f"MIMO of rank {config.mimo_rank}" if config.is_mimo else "SISO"
+def _family(config) -> str:
+    return "Mamba-3" if "mamba3" in config.kinds else "Mamba"
 
 
 def _architecture(model) -> str:
     config = model.config
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
     facts = {
-        "form": _form(config),
+        "form": config.form,
         "layers": config.n_layer,
         "width (d_model)": config.d_model,
-        "heads": f"{config.n_heads} of {config.headdim} channels, {config.ngroups} groups of B, C",
-        "state (d_state)": f"{config.d_state} a channel, {2 * config.n_angles} of them rotate",
+    }
+    if "mamba3" in config.kinds:
+        facts |= {
+            "heads": f"{config.n_heads} of {config.headdim} channels, {config.ngroups} groups of "
+            "B, C",
+            "state (d_state)": f"{config.d_state} a channel, {2 * config.n_angles} of them rotate",
+            "norm before the gate": "yes" if config.is_outproj_norm else "no",
+            "decay (a_activation)": config.a_activation,
+        }
+    if "mamba" in config.kinds:
+        sizes = config.mamba
+        facts["Mamba-1 layers"] = (
+            f"{sizes.expand * config.d_model} channels, a state of {sizes.d_state} each, "
+            f"convolution over {sizes.d_conv}"
+        )
+    facts |= {
         "MLP": f"width {config.mlp_width}" if config.mlp_width else "none",
-        "norm before the gate": "yes" if config.is_outproj_norm else "no",
-        "decay (a_activation)": config.a_activation,
         "vocabulary": f"{config.vocab_size:,}, padded to {config.padded_vocab_size:,}",
         "head": "tied to the embedding" if config.tie_embeddings else "of its own",
         "weights": ", ".join(dtypes),

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from mamba3.config import Mamba3Config, coerce, from_mapping
+from mamba3.config import Mamba3Config
 from mamba3.data.arithmetic import check_stages
 from mamba3.data.rows import Rows, load_rows
+from mamba3.fields import coerce, from_mapping
 from mamba3.train.log import check_loggers
 from mamba3.train.precision import PRECISIONS
 

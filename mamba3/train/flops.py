@@ -4,10 +4,11 @@ Model FLOPs: those that the model's equations need, a multiply-add being two. Wh
 to save memory, or in another order to save time, does not count, nor does what is done element by
 element (norms, gates, rotations), which matrix units have no part in.
 
-    projections   2 D (rows of in_proj) + 2 E D, with an MLP of width W 6 D W; in every layer
+    projections   2 D (rows of in_proj) + 2 E D, with an MLP of width W 6 D W; in every layer.
+                  Mamba-1 has two more: 2 E (R + 2 N) + 2 R E, R the rank of the step size
     scan          H P N (1 + 4 R) a layer: a state of P N elements a head decays, takes R outer
                   products up, and is read out by R products. The trapezoid's two terms of a token
-                  are one outer product, with the sum of their weights
+                  are one outer product, with the sum of their weights. Mamba-1: E N (1 + 4)
     head          2 D V for every position but a row's last, which predicts nothing
     backward      twice the forward: gradients of inputs and of weights
 
@@ -68,13 +69,29 @@ def token_flops(config: Mamba3Config, length: int) -> TokenFlops:
     """
     if length < 1:
         raise ValueError(f"length must be at least 1, got {length}")
-    width, inner, heads = config.d_model, config.d_inner, config.n_heads
+    mixers = {"mamba3": _mamba3, "mamba": _mamba}
+    each = [mixers[kind](config) for kind in config.kinds]
+    projections, scans = (sum(parts) for parts in zip(*each, strict=True))
+    projections += config.n_layer * 6 * config.d_model * config.mlp_width
+    head = 2 * config.d_model * config.padded_vocab_size * (length - 1) / length
+    return TokenFlops(3 * projections, 3 * scans, 3 * head)
+
+
+def _mamba3(config: Mamba3Config) -> tuple[int, int]:
+    """Of the projections and of the scan of a layer, forward."""
+    width, inner = config.d_model, config.d_inner
     maps = 2 * config.rank * config.ngroups * config.d_state
-    rows = 2 * inner + maps + 3 * heads + config.n_angles
-    layer = 2 * width * rows + 2 * inner * width + 6 * width * config.mlp_width
+    rows = 2 * inner + maps + 3 * config.n_heads + config.n_angles
     scan = inner * config.d_state * (1 + 4 * config.rank)
-    head = 2 * width * config.padded_vocab_size * (length - 1) / length
-    return TokenFlops(3 * config.n_layer * layer, 3 * config.n_layer * scan, 3 * head)
+    return 2 * width * rows + 2 * inner * width, scan
+
+
+def _mamba(config: Mamba3Config) -> tuple[int, int]:
+    """As `_mamba3`."""
+    sizes, width = config.mamba, config.d_model
+    inner, rank = sizes.expand * width, sizes.rank(width)
+    maps = 2 * inner * (rank + 2 * sizes.d_state) + 2 * rank * inner
+    return 2 * width * 2 * inner + maps + 2 * inner * width, inner * sizes.d_state * 5
 
 
 def peak_flops(device: torch.device | str, precision: str) -> float | None:

@@ -9,7 +9,7 @@ from mamba3.hub import filled
 from mamba3.models.lm import Mamba3LM
 
 # The projections of mixers and MLPs.
-TARGETS = ("in_proj", "out_proj", "fc1", "fc2")
+TARGETS = ("in_proj", "x_proj", "dt_proj", "out_proj", "fc1", "fc2")
 # Relative difference between logits before and after a merge that is put down to rounding.
 ROUNDING = 1e-3
 

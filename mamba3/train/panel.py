@@ -18,7 +18,6 @@ def start_panel(recipe: Recipe, task: Task, step: TrainStep, start: int) -> str:
         start: steps made before.
     """
     config, how = step.model.config, recipe.step
-    form = f"MIMO of rank {config.mimo_rank}" if config.is_mimo else "SISO"
     parameters = sum(p.numel() for p in step.model.parameters())
     ranks = step.ranks.world
     shared = f", {ranks} ranks ({how.parallel})" if ranks > 1 else ""
@@ -30,7 +29,7 @@ def start_panel(recipe: Recipe, task: Task, step: TrainStep, start: int) -> str:
     )
     split = f": {matrices:,} parameters by Muon, {others:,} by AdamW" if matrices else ""
     lines = {
-        "model": f"{form}, {config.n_layer} layers of width {config.d_model}, "
+        "model": f"{config.form}, {config.n_layer} layers of width {config.d_model}, "
         f"{parameters:,} parameters",
         "data": f"{task.about}{shared}{parts}",
         "steps": f"{start + 1} to {recipe.train.steps}, {how.precision}{again}",

@@ -35,8 +35,8 @@ def theirs(layer, kind):
         else (transformers.MambaConfig, MambaMixer)
     )
     config = config_class(
-        vocab_size=3, hidden_size=WIDTH, num_hidden_layers=1, state_size=layer.d_state,
-        conv_kernel=layer.d_conv, expand=2, time_step_rank=layer.dt_rank,
+        vocab_size=3, hidden_size=WIDTH, num_hidden_layers=1, state_size=layer.sizes.d_state,
+        conv_kernel=layer.sizes.d_conv, expand=2, time_step_rank=layer.dt_rank,
         use_bias=layer.in_proj.bias is not None, use_conv_bias=layer.conv1d.bias is not None,
     )  # fmt: skip
     # Falcon-Mamba's own initialisation fails on a mixer alone.
@@ -149,7 +149,7 @@ def test_optimizer_layout():
 
 
 def test_what_does_not_fit_is_said():
-    with pytest.raises(ValueError, match="d_conv must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="d_conv must be more than 0 and finite, got 0"):
         TMambaLayer(WIDTH, d_conv=0)
     with pytest.raises(ValueError, match=r"with d_model = 24, got \(2, 3, 5\)"):
         TMambaLayer(WIDTH)(torch.zeros(2, 3, 5))
