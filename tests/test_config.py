@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mamba3.config import Mamba3Config
+from mamba3.config import Mamba3Config, MambaSizes
 from mamba3.fields import coerce, from_mapping
 from mamba3.models.lm import Mamba3LM
+from mamba3.zoo import MODELS
 
 GOLDENS = Path(__file__).parent / "assets" / "goldens"
 
@@ -220,6 +221,119 @@ def test_not_a_mapping(data):
 def test_bad_values(change, error, message):
     with pytest.raises(error, match=message):
         Mamba3Config(**({"vocab_size": 9, "d_model": 64, "n_layer": 1} | change))
+
+
+MAMBA = {"vocab_size": 9, "d_model": 24, "n_layer": 2, "layers": "mamba"}
+
+
+def test_kinds_of_layers():
+    """One for all or one each; config.json holds what is about those that there are."""
+    pure = Mamba3Config(**MAMBA, mamba={"d_state": 8, "dt_min": "1e-4"})
+    assert (pure.kinds, pure.form, pure.mamba.dt_min) == (("mamba",) * 2, "Mamba-1", 1e-4)
+    assert Mamba3Config(**MAMBA | {"layers": ["mamba", "mamba"]}, mamba=pure.mamba) == pure
+    told = pure.to_dict()
+    assert told["layers"] == "mamba"
+    assert told["mamba"]["d_state"] == 8
+    assert told.keys().isdisjoint(("d_state", "headdim", "a_activation", "dt_min"))
+    hybrid = Mamba3Config(**MAMBA | {"layers": ("mamba3", "mamba")}, headdim=8, is_mimo=True)
+    assert hybrid.form == "hybrid of 1 Mamba-1 and 1 MIMO of rank 4"
+    assert hybrid.to_dict()["layers"] == ["mamba3", "mamba"]
+    assert hybrid.to_dict()["headdim"] == 8
+    for config in (pure, hybrid):
+        assert Mamba3Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    plain = Mamba3Config(**MAMBA | {"layers": "mamba3"}, headdim=8)
+    assert plain.to_dict().keys().isdisjoint(("layers", "mamba"))
+    assert dataclasses.replace(plain, layers=["mamba3"] * 2) == plain
+
+
+def test_the_rank_of_step_sizes_is_the_same_written_down_or_not():
+    config = Mamba3Config(**MAMBA, mamba={"dt_rank": 2})
+    assert config == Mamba3Config(**MAMBA)
+    assert config.mamba.rank(24) == 2
+    assert Mamba3Config(**MAMBA, mamba={"dt_rank": 3}).mamba.rank(24) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"layers": "mamba2"}, ValueError, "layers must be one of .*, or a list of these, got"),
+        ({"layers": []}, ValueError, "layers names 0 kinds, and the model has 2 layers"),
+        ({"layers": ["mamba"] * 3}, ValueError, "layers names 3 kinds, and the model has 2"),
+        ({"layers": {"mamba": 2}}, ValueError, "layers must be one of"),
+        ({"d_state": 16}, ValueError, "d_state: about Mamba-3 layers.* or say mamba.d_state"),
+        ({"is_mimo": True}, ValueError, "is_mimo: about Mamba-3 layers, .*; leave it out$"),
+        ({"layers": "mamba3", "headdim": 8, "mamba": {"d_conv": 3}}, ValueError, "has none: leave"),
+        ({"mamba": {"d_sate": 3}}, TypeError, "mamba: the group has no key 'd_sate'.*'d_state'"),
+        ({"mamba": {"d_conv": 0}}, ValueError, "mamba: d_conv must be more than 0"),
+        ({"mamba": {"dt_rank": "auto"}}, TypeError, "mamba: dt_rank must be int | None, got 'auto"),
+        ({"mamba": {"dt_max": 1e-5}}, ValueError, "mamba: dt_max must be at least dt_min"),
+        ({"mamba": 16}, TypeError, "mamba: the group must be a mapping"),
+    ],
+)
+def test_bad_layers(change, error, message):
+    with pytest.raises(error, match=message):
+        Mamba3Config(**MAMBA | change)
+
+
+OFFICIAL_MAMBA = {"d_model": 24, "n_layer": 2, "vocab_size": 9, "ssm_cfg": {}}
+
+
+def test_official_mamba_1():
+    expected = Mamba3Config(**MAMBA, pad_vocab_size_multiple=8)
+    assert Mamba3Config.from_dict(OFFICIAL_MAMBA) == expected
+    ssm = {"layer": "Mamba1", "dt_rank": "auto", "use_fast_path": True, "dt_init": "random"}
+    assert Mamba3Config.from_dict(OFFICIAL_MAMBA | {"ssm_cfg": ssm}) == expected
+    ssm = {"d_state": 8, "d_conv": 3, "expand": 1, "dt_rank": 5, "bias": True, "conv_bias": False}
+    ssm |= {"dt_min": 0.01, "dt_max": 0.2, "dt_init_floor": 0.003, "dt_scale": 0.5}
+    config = Mamba3Config.from_dict(OFFICIAL_MAMBA | {"ssm_cfg": ssm})
+    assert config == dataclasses.replace(expected, mamba=MambaSizes(**ssm))
+    with pytest.raises(TypeError, match="ssm_cfg has no key 'headdim'"):
+        Mamba3Config.from_dict(OFFICIAL_MAMBA | {"ssm_cfg": {"headdim": 8}})
+
+
+# As released, with what a conversion left in it.
+TRANSFORMERS_MAMBA = {
+    "architectures": ["MambaForCausalLM"], "bos_token_id": 0, "conv_kernel": 4, "d_inner": 1536,
+    "d_model": 768, "eos_token_id": 0, "expand": 2, "fused_add_norm": True, "hidden_act": "silu",
+    "hidden_size": 768, "initializer_range": 0.1, "intermediate_size": 1536,
+    "layer_norm_epsilon": 1e-05, "model_type": "mamba", "n_layer": 24, "num_hidden_layers": 24,
+    "pad_token_id": 0, "pad_vocab_size_multiple": 8, "rescale_prenorm_residual": False,
+    "residual_in_fp32": True, "rms_norm": True, "ssm_cfg": {}, "state_size": 16,
+    "time_step_floor": 0.0001, "time_step_init_scheme": "random", "time_step_max": 0.1,
+    "time_step_min": 0.001, "time_step_rank": 48, "time_step_scale": 1.0,
+    "torch_dtype": "float32", "transformers_version": "4.39.0.dev0", "use_bias": False,
+    "use_cache": True, "use_conv_bias": True, "vocab_size": 50280,
+}  # fmt: skip
+FALCON_MAMBA = {
+    "_name_or_path": "./", "architectures": ["FalconMambaForCausalLM"], "bos_token_id": 0,
+    "conv_kernel": 4, "eos_token_id": 11, "expand": 16, "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.1, "intermediate_size": 8192,
+    "layer_norm_epsilon": 1e-05, "model_type": "falcon_mamba", "num_hidden_layers": 64,
+    "pad_token_id": 11, "rescale_prenorm_residual": False, "residual_in_fp32": True,
+    "state_size": 16, "tie_word_embeddings": False, "time_step_floor": 0.0001,
+    "time_step_init_scheme": "random", "time_step_max": 0.1, "time_step_min": 0.001,
+    "time_step_rank": 256, "time_step_scale": 1.0, "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.0.dev0", "use_bias": False, "use_cache": True,
+    "use_conv_bias": True, "vocab_size": 65024,
+}  # fmt: skip
+
+
+def test_configs_of_transformers_are_those_of_the_named_models():
+    assert Mamba3Config.from_dict(TRANSFORMERS_MAMBA) == MODELS["mamba-130m-hf"].config()
+    assert Mamba3Config.from_dict(FALCON_MAMBA) == MODELS["falcon-mamba-7b"].config()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"hidden_act": "gelu"}, ValueError, "only 'silu' is supported"),
+        ({"intermediate_size": 1000}, ValueError, "must be a multiple of hidden_size, got 1000"),
+        ({"state_size": "many"}, TypeError, "mamba: d_state must be int, got 'many'"),
+    ],
+)
+def test_what_cannot_be_read_of_transformers(change, error, message):
+    with pytest.raises(error, match=message):
+        Mamba3Config.from_dict(TRANSFORMERS_MAMBA | change)
 
 
 def test_frozen():

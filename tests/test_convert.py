@@ -11,7 +11,7 @@ from compare import assert_same, randomise
 from mamba3 import Mamba3Config, Mamba3LM, load_model, load_tokenizer
 from mamba3.cli import main
 from mamba3.convert import convert
-from mamba3.forms import form_of, from_fla, from_official, to_fla, to_official
+from mamba3.forms import form_of, from_fla, from_official, to_fla, to_official, to_transformers
 
 GOLDENS = sorted(path for path in (Path(__file__).parent / "assets/goldens").iterdir())
 NO_MLP = next(path for path in GOLDENS if path.name == "siso_outnorm_nomlp")
@@ -211,6 +211,7 @@ def test_a_tied_and_padded_model_to_fla(tmp_path):
         ({"d_intermediate": 8, "a_activation": "softplus"}, "no MLP, and this model has one of"),
         ({}, "fla would give other numbers"),
         ({"rope_fraction": 0.25, "a_activation": "softplus"}, "rope_fraction of 0.5 or 1.0"),
+        ({"layers": ["mamba", "mamba3"]}, "layers alone, and this one: hybrid of 1 Mamba-1 and 1"),
     ],
 )
 def test_what_fla_cannot_express(options, message):
@@ -224,11 +225,30 @@ def test_what_fla_cannot_express(options, message):
         ({"norm_eps": 1e-6}, r"norm_eps 1e-06 \(it would be 1e-05\)"),
         ({"d_intermediate": 24, "mlp_multiple": 8}, r"an MLP of width 24 \(it would be 128\)"),
         ({"rope_fraction": 0.25}, "rope_fraction of 0.5 or 1.0"),
+        ({"layers": ["mamba", "mamba3"]}, "one kind of layers in a model, and this one: hybrid"),
     ],
 )
 def test_what_the_official_form_cannot_express(options, message):
     with pytest.raises(ValueError, match=message):
         to_official(small(**options).config)
+
+
+FALCON = {"layers": "mamba", "mamba": {"maps_norm_eps": 1e-6}}
+
+
+@pytest.mark.parametrize(
+    ("write", "options", "message"),
+    [
+        (to_official, FALCON, "no norms over the step size, B and C"),
+        (to_official, {"layers": "mamba", "norm_eps": 1e-6}, "norm_eps 1e-06"),
+        (to_transformers, FALCON | {"d_intermediate": 8}, "no MLP, and this model has one of"),
+        (to_transformers, {"d_state": 12}, "layers alone, and this model: SISO. With mamba3.hf"),
+        (to_transformers, {"layers": ["mamba", "mamba3"]}, "this model: hybrid of 1 Mamba-1"),
+    ],
+)
+def test_what_the_forms_of_mamba_1_cannot_express(write, options, message):
+    with pytest.raises(ValueError, match=message):
+        write(Mamba3Config(vocab_size=29, d_model=32, n_layer=2, **options))
 
 
 @pytest.mark.parametrize(

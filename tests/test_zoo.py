@@ -131,6 +131,27 @@ def test_official_architectures(name, rows, width):
     assert abs(model.parameters() / unit - count) < (0.6 if unit == 1e6 else 0.01)
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("mamba-130m", 129_135_360),
+        ("mamba-370m", 371_516_416),
+        ("mamba-790m", 793_204_224),
+        ("mamba-1.4b", 1_372_178_432),
+        ("mamba-2.8b", 2_768_345_600),
+        ("mamba-2.8b-slimpj", 2_768_345_600),
+        ("mamba-130m-hf", 129_135_360),
+        ("falcon-mamba-7b", 7_272_665_088),
+    ],
+)
+def test_mamba_1_models(name, parameters):
+    """Their released numbers of parameters."""
+    model = MODELS[name]
+    assert model.repo_id.endswith(name)
+    assert model.parameters() == parameters
+    assert set(model.config().kinds) == {"mamba"}
+
+
 def test_the_parameters_of_a_known_file():
     """Counted in the file that the revision names; its bytes are two each, and the pickle's own."""
     model = MODELS["mamba3-siso-187m"]
@@ -150,6 +171,17 @@ def test_info_of_a_model_on_the_hub_downloads_nothing(monkeypatch, capsys):
     assert facts["files"] == "config.json, pytorch_model.bin (373.7 MB)"
     assert facts["d_intermediate"] == "1536"
     assert "to train" in facts["memory"]
+
+
+def test_info_of_a_mamba_1_model(capsys):
+    assert cli.main(["info", "mamba-130m-hf"]) == 0
+    facts = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert facts["form"] == "Mamba-1, 24 layers"
+    assert facts["files"] == "config.json, safetensors"
+    # 24 layers of 1536 channels, each with 3 tokens and a state of 16, in float32.
+    assert facts["state"] == f"{24 * 1536 * 19 * 4 / 1e6:.3f} MB per sequence, whatever its length"
+    assert cli.main(["info", "mamba-130m-hf", "--optimizer"]) == 0
+    assert "mixer.x_proj.weight[low]" in capsys.readouterr().out
 
 
 def test_list_takes_a_pattern(capsys):

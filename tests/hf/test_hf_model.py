@@ -20,13 +20,14 @@ from mamba3.hub import load_pretrained, save_pretrained
 SISO = {"vocab_size": 21, "d_model": 16, "n_layer": 2, "d_state": 6, "headdim": 8}
 SISO |= {"d_intermediate": 24, "mlp_multiple": 8}
 MIMO = SISO | {"is_mimo": True, "mimo_rank": 2, "tie_embeddings": False, "is_outproj_norm": True}
+HYBRID = SISO | {"layers": ["mamba", "mamba3"], "mamba": {"d_state": 5, "expand": 1}}
 
 
 def language_model(**fields):
     return randomise(Mamba3LM(Mamba3Config(**fields), device=DEVICE)).eval()
 
 
-@pytest.fixture(scope="module", params=[SISO, MIMO], ids=["siso", "mimo"])
+@pytest.fixture(scope="module", params=[SISO, MIMO, HYBRID], ids=["siso", "mimo", "hybrid"])
 def pair(request, tmp_path_factory):
     """A model, and the same read by transformers from the folder it was saved to."""
     model = language_model(**request.param)
@@ -170,8 +171,9 @@ def test_what_transformers_saves_mamba3_loads(pair, tmp_path):
     wrapped.config.eos_token_id = None
 
 
-def test_half_precision_keeps_the_parameters_that_steer_in_float32(tmp_path):
-    model = language_model(**MIMO)
+@pytest.mark.parametrize("fields", [MIMO, HYBRID], ids=["mimo", "hybrid"])
+def test_half_precision_keeps_the_parameters_that_steer_in_float32(fields, tmp_path):
+    model = language_model(**fields)
     save_pretrained(model, tmp_path)
     for dtype in (torch.bfloat16, torch.float64):
         wrapped = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
@@ -269,6 +271,12 @@ def test_official_folders_are_read_by_the_classes_themselves(tmp_path):
     wrapped = Mamba3ForCausalLM.from_pretrained(tmp_path, a_activation="heavy_tail")
     assert_same(wrapped.to(DEVICE).state_dict(), model.state_dict())
     assert wrapped.config.to_mamba3() == model.config
+
+
+def test_models_that_transformers_has_a_class_for_are_left_to_it(tmp_path):
+    transformers.MambaConfig(vocab_size=21, hidden_size=16).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"model_type 'mamba': load it with AutoModelForCausalLM"):
+        Mamba3HFConfig.from_pretrained(tmp_path)
 
 
 def test_without_a_transformers_that_will_do_the_extra_is_named(monkeypatch):

@@ -128,6 +128,23 @@ def test_a_trained_model(model, tmp_path, monkeypatch):
     assert printed.startswith('1+"2')
 
 
+def test_what_is_said_of_mamba_1_layers(tmp_path):
+    sizes = {"vocab_size": 9, "d_model": 16, "n_layer": 2, "mamba": {"d_state": 5, "d_conv": 3}}
+    told = "32 channels, a state of 5 each, convolution over 3"
+    for layers, name, form in (
+        ("mamba", "Mamba", "Mamba-1"),
+        (["mamba", "mamba3"], "Mamba-3", "hybrid of 1 Mamba-1 and 1 SISO"),
+    ):
+        others = {} if layers == "mamba" else {"headdim": 8}
+        model = Mamba3LM(Mamba3Config(**sizes, layers=layers, **others))
+        write_card(tmp_path, model=model, summary="")
+        card = ModelCard.load(tmp_path / "README.md")
+        assert f"A {name} language model ({form}, 2 layers" in card.text
+        architecture = table(section(card, "Architecture"))
+        assert architecture["Mamba-1 layers"] == [told]
+        assert ("heads" in architecture) == (layers != "mamba")
+
+
 def test_perplexity_by_token_and_by_byte(model, tmp_path):
     by_byte = text_perplexity(model, [Document([3, 4, 5, 6, 7, 8], 1, 9)])
     for measured in (by_byte, Perplexity(1.5, 4.481689, 1234)):

@@ -30,6 +30,7 @@ SMALL = {"vocab_size": 64, "d_model": 32, "n_layer": 2, "headdim": 16, "d_state"
 FORMS = {
     "siso": {"d_intermediate": 48},
     "mimo": {"d_intermediate": 48, "is_mimo": True, "mimo_rank": 2},
+    "hybrid": {"layers": ["mamba", "mamba3"], "mamba": {"d_state": 4}},
 }
 BIG = {"vocab_size": 128256, "d_model": 768, "n_layer": 12, "headdim": 64, "d_state": 128}
 BIG_FORMS = {
@@ -107,6 +108,8 @@ def real_peak(config, optim, how, rows, length):
         ("mimo", "bf16", "full", 64),
         ("siso", "fp16", "full", 4096),  # so many logits that their chunk is the peak
         ("siso", "bf16-weights", "none", 64),
+        ("hybrid", "bf16", "none", 64),
+        ("hybrid", "float32", "full", 64),
     ],
 )
 def test_a_rehearsal_has_the_peak_of_a_real_step(form, precision, recompute, vocab_size, backend):

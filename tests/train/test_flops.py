@@ -11,14 +11,18 @@ from mamba3.train.flops import mfu, peak_flops, token_flops
 CASES = {
     "siso": {"d_intermediate": 20},
     "mimo": {"is_mimo": True, "mimo_rank": 3, "ngroups": 3, "tie_embeddings": False},
+    "mamba": {"layers": "mamba", "mamba": {"d_state": 5, "dt_rank": 3}, "d_intermediate": 20},
+    "hybrid": {"layers": ["mamba", "mamba3"], "mamba": {"expand": 1}},
     "narrow": {"rope_fraction": 0.0, "expand": 1, "is_outproj_norm": True, "n_layer": 1},
 }
-PROJECTIONS = ("in_proj", "out_proj", "fc1", "fc2")
+PROJECTIONS = ("in_proj", "x_proj", "dt_proj", "out_proj", "fc1", "fc2")
 ROWS, LENGTH = 2, 7
 
 
 def config_of(case):
-    sizes = {"vocab_size": 19, "d_model": 18, "n_layer": 2, "d_state": 6, "headdim": 6}
+    sizes = {"vocab_size": 19, "d_model": 18, "n_layer": 2}
+    if CASES[case].get("layers") != "mamba":
+        sizes |= {"d_state": 6, "headdim": 6}
     return Mamba3Config(**sizes | {"mlp_multiple": 1, "pad_vocab_size_multiple": 4} | CASES[case])
 
 
@@ -60,6 +64,11 @@ def test_the_scan_by_hand(case, streams):
         count += 2 * streams  # outer products are added
         count += 2 * streams  # and it is read out
     assert token_flops(config_of(case), 5).scan == 3 * 2 * count
+
+
+def test_the_scan_of_mamba_1_by_hand():
+    """36 channels with a state of 5 each, 2 layers; decayed, added to and read out."""
+    assert token_flops(config_of("mamba"), 5).scan == 3 * 2 * 36 * 5 * (1 + 2 + 2)
 
 
 def test_only_the_head_knows_the_length():

@@ -12,6 +12,7 @@ def test_the_panel_says_what_is_done(make_recipe):
     recipe = make_recipe(
         {
             "model.is_mimo": True,
+            "model.layers": ["mamba", "mamba3"],
             "optim.name": "hybrid",
             "step.accumulate": 3,
             "step.recompute": "full",
@@ -24,7 +25,8 @@ def test_the_panel_says_what_is_done(make_recipe):
     lines = start_panel(recipe, task_of(recipe), step, start=5).splitlines()
     panel = {line.split()[0]: " ".join(line.split()[1:]) for line in lines}
     total = sum(p.numel() for p in model.parameters())
-    assert panel["model"] == f"MIMO of rank 4, 2 layers of width 16, {total:,} parameters"
+    form = "hybrid of 1 Mamba-1 and 1 MIMO of rank 4"
+    assert panel["model"] == f"{form}, 2 layers of width 16, {total:,} parameters"
     assert panel["data"] == "stages [1, 2], 8 problems a step, 2 ranks (ddp), 3 parts each"
     assert panel["steps"] == "6 to 20, bf16, full recomputation"
     matrices = sum(p.numel for p in step.optimizer.engine.pieces if p.rule == "muon")
