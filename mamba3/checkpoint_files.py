@@ -35,6 +35,8 @@ GENERATION = "generation_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 OFFICIAL = "pytorch_model.bin"
+# Through one of these, weights are seen; where there are several, the first is.
+ENTRIES = (SINGLE, INDEX, OFFICIAL)
 SHARD = re.compile(r"model(\.\d+)?-\d{5}-of-\d{5}\.safetensors")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -50,11 +52,8 @@ PASSES = 24
 
 def read_weights(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     """The weights of a folder by their official names, and the file they come from."""
-    for name, read in (
-        (SINGLE, _read_safetensors),
-        (INDEX, _read_shards),
-        (OFFICIAL, _read_official),
-    ):
+    readers = (_read_safetensors, _read_shards, _read_official)
+    for name, read in zip(ENTRIES, readers, strict=True):
         file = folder / name
         if file.is_file():
             return file, _plain_tensors(read(file), file)
@@ -241,8 +240,8 @@ def replace_checkpoint(path: Path, write: Callable[[Path], None]) -> None:
 
     Args:
         path: the folder, made if needed; files of other names in it stay.
-        write: writes the new checkpoint's files, CONFIG among them, into the empty folder that it
-            is given.
+        write: writes the new checkpoint's files, CONFIG and one of ENTRIES among them, into the
+            empty folder that it is given.
 
     Raises:
         OSError: writing failed, for instance on a full disk. What was in the folder is unchanged.
@@ -274,16 +273,16 @@ def replace_checkpoint(path: Path, write: Callable[[Path], None]) -> None:
 def _install(staging: Path, path: Path, shards: set[str]) -> None:
     """Move the staged files to their places; if that fails, put everything back.
 
-    Weights are seen through one entry file, SINGLE or INDEX, so the order is: shards, under names
-    not in use; the other files; the entry. With the config unchanged, as in a training run, the
+    Weights are seen through one entry file, so the order is: shards, under names not in use; the
+    other files; the entry. With the config unchanged, as in a training run, the
     replacement of the entry is the whole switch, and a crash at any moment leaves the old or the
     new checkpoint. If the config or the kind of entry changes, the old entry is taken away before:
     a crash then leaves no weights, which is an error, never weights under another's config.
     """
-    entry = INDEX if shards else SINGLE
+    entry = next(name for name in ENTRIES if (staging / name).exists())
     others = sorted({file.name for file in staging.iterdir()} - shards - {entry})
     others = [name for name in others if not _same(staging / name, path / name)]
-    old_entries = [name for name in (SINGLE, INDEX) if (path / name).exists()]
+    old_entries = [name for name in ENTRIES if (path / name).exists()]
     aside = old_entries if CONFIG in others or old_entries != [entry] else []
 
     kept = staging / "kept"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,17 +15,16 @@ import torch
 from .checkpoint_files import (
     CONFIG,
     DTYPES,
-    INDEX,
+    ENTRIES,
     OFFICIAL,
     SHARD,
-    SINGLE,
-    STAGING,
     read_json,
+    replace_checkpoint,
     write_json,
     write_weights,
 )
 from .forms import FORMS, WRITERS, form_of
-from .hub import EMBEDDING, HEAD, OTHER_EMBEDDING, load_pretrained, save_pretrained
+from .hub import EMBEDDING, HEAD, OTHER_EMBEDDING, load_pretrained, tensors_to_save
 from .models.lm import Mamba3LM
 from .remote import CARD, SMALL_FILES
 from .zoo import resolve
@@ -90,14 +88,7 @@ def convert(
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
     asked, source, destination = str(source), resolve(source), Path(destination)
-    if destination.exists() and not destination.is_dir():
-        raise NotADirectoryError(f"'{destination}' is a file, expected a folder to write into")
-    if destination.exists() and destination.samefile(source):
-        raise ValueError(f"source and destination are the same folder, {source}; choose another")
-    if not overwrite and (held := _checkpoint_files(destination)):
-        raise FileExistsError(
-            f"'{destination}' already holds {held[0].name}; choose another folder, or overwrite"
-        )
+    _check_destination(destination, source, overwrite)
     model = load_pretrained(source, a_activation=a_activation)
     source_form = form_of(read_json(source / CONFIG))
     ids = _random_ids(model.config.vocab_size)
@@ -106,20 +97,17 @@ def convert(
         model = load_pretrained(source, a_activation=model.config.a_activation, dtype=dtype)
     config = WRITERS[to](model.config)
 
-    is_new = not destination.exists()
-    destination.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=destination))
-    try:
-        _write(model, config, staging, to)
-        logits = _check_written(model, staging, ids)
+    logits, files = [], []
+
+    def write(folder: Path) -> None:
+        _write(model, config, folder, destination, to)
+        logits.append(_check_written(model, folder, ids))
         for name in COMPANIONS:
             if (source / name).is_file():
-                shutil.copyfile(source / name, staging / name)
-        files = _install(staging, destination)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        if is_new and not any(destination.iterdir()):
-            destination.rmdir()
+                shutil.copyfile(source / name, folder / name)
+        files.extend(sorted(file.name for file in folder.iterdir()))
+
+    replace_checkpoint(destination, write)
     if to == "mamba3" and not (destination / CARD).exists():
         _write_card(model, destination, asked, source_form, dtype)
         files.append(CARD)
@@ -130,26 +118,37 @@ def convert(
         form=to,
         n_parameters=sum(parameter.numel() for parameter in model.parameters()),
         dtype=model.backbone.embedding.weight.dtype,
-        difference=_difference(logits, expected),
+        difference=_difference(logits[0], expected),
         files=files,
     )
 
 
-def _write(model: Mamba3LM, config: dict[str, Any], folder: Path, form: str) -> None:
-    """Write config and weights into an empty folder."""
-    if form == "mamba3":
-        save_pretrained(model, folder)
-        return
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+def _check_destination(destination: Path, source: Path, overwrite: bool) -> None:
+    if destination.exists() and not destination.is_dir():
+        raise NotADirectoryError(f"'{destination}' is a file, expected a folder to write into")
+    if destination.exists() and destination.samefile(source):
+        raise ValueError(f"source and destination are the same folder, {source}; choose another")
+    if not overwrite and (held := _checkpoint_files(destination)):
+        raise FileExistsError(
+            f"'{destination}' already holds {held[0]}; choose another folder, or overwrite"
+        )
+
+
+def _write(model: Mamba3LM, config: dict[str, Any], folder: Path, target: Path, form: str) -> None:
+    """Write config and weights into an empty folder, from where they move to the target."""
+    tensors, is_tied = tensors_to_save(model), model.config.tie_embeddings
     if form == "mamba_ssm":
+        if is_tied:
+            tensors[HEAD] = tensors[EMBEDDING]
         torch.save(tensors, folder / OFFICIAL)
     else:
-        if model.config.tie_embeddings:  # fla's older versions do not tie what is missing
-            tensors[HEAD] = tensors[HEAD].clone()
-        tensors[OTHER_EMBEDDING] = tensors.pop(EMBEDDING)
-        # Else transformers takes the dtype of whichever tensor is first for that of all.
-        config |= {"dtype": str(tensors[HEAD].dtype).removeprefix("torch.")}
-        write_weights(tensors, folder, folder, max_shard_size="5GB", metadata={"format": "pt"})
+        if form != "mamba3":
+            # Else transformers takes the dtype of whichever tensor is first for that of all.
+            config |= {"dtype": str(tensors[EMBEDDING].dtype).removeprefix("torch.")}
+            if is_tied:  # fla's older versions do not tie what is missing
+                tensors[HEAD] = tensors[EMBEDDING].clone()
+            tensors[OTHER_EMBEDDING] = tensors.pop(EMBEDDING)
+        write_weights(tensors, folder, target, max_shard_size="5GB", metadata={"format": "pt"})
     write_json(folder / CONFIG, config)
 
 
@@ -203,22 +202,9 @@ def _write_card(
     write_card(folder, model=model, summary=summary)
 
 
-def _checkpoint_files(folder: Path) -> list[Path]:
-    """What is of a checkpoint in a folder: config and weights."""
+def _checkpoint_files(folder: Path) -> list[str]:
+    """Names of what is of a checkpoint in a folder: config and weights."""
     if not folder.is_dir():
         return []
-    names = {CONFIG, SINGLE, INDEX, OFFICIAL}
-    return sorted(f for f in folder.iterdir() if f.name in names or SHARD.fullmatch(f.name))
-
-
-def _install(staging: Path, destination: Path) -> list[str]:
-    """Move what was written to its place, weights last: a crash leaves none, never wrong ones."""
-    for old in reversed(_checkpoint_files(destination)):
-        old.unlink()
-    weights = {file.name for file in _checkpoint_files(staging)} - {CONFIG}
-    names = sorted((f.name for f in staging.iterdir()), key=lambda n: (n in weights, n != CONFIG))
-    for name in names:
-        os.replace(staging / name, destination / name)
-        # safetensors leaves its files readable by their owner alone.
-        shutil.copymode(destination / CONFIG, destination / name)
-    return names
+    names = (file.name for file in folder.iterdir())
+    return sorted(n for n in names if n in (CONFIG, *ENTRIES) or SHARD.fullmatch(n))

@@ -145,7 +145,7 @@ def save_pretrained(
     for item in itertools.chain.from_iterable(header.items()):
         if not isinstance(item, str):
             raise TypeError(f"metadata must map strings to strings, got {item!r} in {metadata}")
-    tensors = _tensors_to_save(model)
+    tensors = tensors_to_save(model)
 
     def write(folder: Path) -> None:
         write_json(folder / CONFIG, model.config.to_dict())
@@ -211,7 +211,7 @@ def _check_fit(model: Mamba3LM, tensors: dict[str, torch.Tensor], what: str) -> 
         raise ValueError("\n  ".join([f"{what}:", *problems]))
 
 
-def _tensors_to_save(model: Mamba3LM) -> dict[str, torch.Tensor]:
+def tensors_to_save(model: Mamba3LM) -> dict[str, torch.Tensor]:
     """What goes into the file: exactly the tensors that loading will ask for."""
     twin = Mamba3LM(model.config, device="meta")
     tensors = {without_wrappers(name): value for name, value in model.state_dict().items()}

@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from mamba3.checkpoint_files import INDEX, OFFICIAL, SINGLE, STAGING, STAGING_KEPT_S
+from mamba3.checkpoint_files import ENTRIES, INDEX, OFFICIAL, SINGLE, STAGING, STAGING_KEPT_S
 from mamba3.config import Mamba3Config
 from mamba3.models.lm import Mamba3LM
 
@@ -54,9 +54,13 @@ def sharded(tmp_path):
 
 @pytest.fixture
 def official(folder):
+    as_pickle(folder)
+    return folder
+
+
+def as_pickle(folder):
     torch.save(safetensors.torch.load_file(folder / SINGLE), folder / OFFICIAL)
     (folder / SINGLE).unlink()
-    return folder
 
 
 def assert_refused(folder, file, message, error=ValueError):
@@ -206,6 +210,8 @@ CHANGES = {
     "one file": ({}, {}, {}),
     "to shards": ({}, {"max_shard_size": SHARDED}, {}),
     "from shards": ({"max_shard_size": SHARDED}, {}, {}),
+    "from a pickle": ({}, {}, {}),
+    "from a pickle, to shards": ({}, {"max_shard_size": SHARDED}, OTHER),
     "shards": ({"max_shard_size": SHARDED}, {"max_shard_size": SHARDED}, {}),
     "other model": ({}, {}, OTHER),
     "other model, shards": ({"max_shard_size": SHARDED}, {"max_shard_size": SHARDED}, OTHER),
@@ -219,6 +225,8 @@ def change(request, tmp_path):
     before, after, config = CHANGES[request.param]
     folder, old, new = tmp_path / "run", tiny(1), tiny(2, **config)
     old.save_pretrained(folder, tokenizer=Tokenizer("old"), **before)
+    if "pickle" in request.param:
+        as_pickle(folder)
     (folder / "README.md").write_text("mine")
 
     def save():
@@ -371,7 +379,7 @@ def test_kill_at_any_move(change, monkeypatch):
             break
         finally:
             monkeypatch.undo()
-        if (folder / SINGLE).exists() or (folder / INDEX).exists():
+        if any((folder / name).exists() for name in ENTRIES):
             outcomes.append("old" if matches(folder, old) else "new")
             assert outcomes[-1] == "old" or matches(folder, new)
         else:
@@ -383,7 +391,7 @@ def test_kill_at_any_move(change, monkeypatch):
     assert outcomes
     assert outcomes[0] == "old"
     same_model = old.config == new.config
-    same_form = (INDEX in original) == (folder / INDEX).exists()
+    same_form = any(name in original and (folder / name).exists() for name in ENTRIES)
     assert ("none" in outcomes) == (not (same_model and same_form))
 
 
