@@ -16,6 +16,7 @@ from huggingface_hub import constants
 from mamba3 import load_model, load_tokenizer, push, zoo
 from mamba3.cli import main
 from mamba3.config import Mamba3Config
+from mamba3.convert import convert
 from mamba3.data.tokenizer import CharTokenizer
 from mamba3.models.lm import Mamba3LM
 from mamba3.push import files_to_push, push_to_hub
@@ -261,6 +262,18 @@ def test_official_repositories(hub, tmp_path):
     assert hub.count("GET", "/api/models/state-spaces/mamba3-siso-187m/revision") == 0
     with pytest.warns(UserWarning, match="a_activation"):
         load_model(f"{named.repo_id}@{named.revision}")
+
+
+def test_mamba_1_repositories(hub, tmp_path):
+    """The official one with its pickle, and that in the form of transformers."""
+    sizes = {"vocab_size": TOKENIZER.vocab_size, "d_model": 16, "n_layer": 2}
+    model = Mamba3LM(Mamba3Config(**sizes, layers="mamba", pad_vocab_size_multiple=1)).eval()
+    model.save_pretrained(tmp_path / "ours")
+    for name, form in (("mamba-130m", "mamba_ssm"), ("mamba-130m-hf", "transformers")):
+        convert(tmp_path / "ours", tmp_path / form, to=form)
+        files = {f.name: f.read_bytes() for f in (tmp_path / form).iterdir()}
+        hub.create(f"state-spaces/{name}", files)
+        assert_same_logits(load_model(name), model)
 
 
 def test_weights_of_other_models_are_not_downloaded(hub):
