@@ -81,10 +81,11 @@ def _exact_match(args, folder: Path) -> None:
     if args.data:
         problems = read_rows(args.data, tokenizer)[: args.n]
     else:
+        data = _trained_on(folder)
         problems = [
             problem
-            for stage in args.stages or _trained_stages(folder)
-            for problem in arithmetic.eval_problems(stage, args.n or 2000)
+            for stage in args.stages or data.stages
+            for problem in arithmetic.eval_problems(stage, args.n or 2000, options=data.problems)
         ]
     result = exact_match(load(folder, device_of(args)), tokenizer, problems)
     if args.json:
@@ -148,11 +149,14 @@ def _print_curve(curve) -> None:
         print(f"{f'{first}-{last}':>17}  {loss:9.4f}  {perplexity:11.4f}  {n_tokens:10,}")
 
 
-def _trained_stages(folder: Path) -> list[int]:
-    """Stages that a model was trained on, as its recipe says; without one, all."""
+def _trained_on(folder: Path):
+    """The data of a model's recipe; without one, all stages."""
     from mamba3.data import arithmetic
     from mamba3.train import load_recipe
+    from mamba3.train.config import DataRecipe
     from mamba3.train.run import RECIPE_FILE
 
     recipe = folder / RECIPE_FILE
-    return load_recipe(recipe).data.stages if recipe.is_file() else list(arithmetic.STAGES)
+    if recipe.is_file():
+        return load_recipe(recipe).data
+    return DataRecipe(stages=list(arithmetic.STAGES))

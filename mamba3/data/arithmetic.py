@@ -1,198 +1,82 @@
-"""The arithmetic curriculum: stages 1 (digits), 2 (facts) and 3 (arithmetic without carry).
+"""The arithmetic curriculum: batches of problems to train on, and problems to measure on.
 
-A problem reads ``PROMPT=ANSWER``; numbers are plain decimal, most significant digit first.
+A problem reads ``PROMPT=ANSWER``. In the plain form, numbers are decimal, most significant digit
+first; `mamba3.data.arithmetic_forms` has the others.
 
-    stage  task       prompt   answer       what it asks
-    1      copy       c1203    1203         the same digits
-    1      reverse    r1203    3021         the digits from the end (zeros stay: r120 is 021)
-    1      successor  s1299    1300         the number plus one
-    1      compare    120?45   >            "<", "=" or ">" between the two numbers
-    2      add        3+9      12           sum of two digits
-    2      subtract   3-9      -6           difference of two digits
-    3      plus       312+57   369          sum of numbers of 2 or 3 digits, nothing to carry
-    3      minus      978-45   933          difference, nothing to borrow
-    3      chain      31+57-8  80           a sum and then a difference, neither to carry
+    stage  task        prompt       answer          what it asks
+    1      copy        c1203        1203            the same digits
+    1      reverse     r1203        3021            the digits from the end (r120 is 021)
+    1      successor   s1299        1300            the number plus one
+    1      compare     120?45       >               "<", "=" or ">" between the two numbers
+    2      add         3+9          12              sum of two digits
+    2      subtract    3-9          -6              difference of two digits
+    3      plus        312+57       369             numbers of 2 or 3 digits, nothing to carry
+    3      minus       978-45       933             the same, nothing to borrow
+    3      chain       31+57-8      80              a sum and then a difference, neither to carry
+    4      sum         978+145      1123            numbers of 1 to 10 digits
+    4      difference  145-978      -833            the same
+    5      times       12345678*7   86419746        a number of 1 to 8 digits times one digit
+    5      product     47*36        282+1410=1692   two digits times two, with the working
+    6      parity      p0110        0               whether the number of ones is odd
+    6      modular     %3+4*2       1               modulo 5, multiplication first
+    6      brackets    %((3+4)*2)   4               modulo 5, brackets around each operation
 
 Numbers of stage 1 have 1 to 4 digits, each count equally often, and so have their successors (9999
-is not asked). Half of the numbers to succeed end in 9s, and most of those to compare share their
-first digits or are equal, since those are the hard cases.
+is not asked). In stage 4 the digits of the longer number are drawn first, each count equally often,
+then the number of carries or borrows, and then a problem with just those. Lengths of stage 6 count
+the symbols after the letter, from 3 to the longest, which can grow in the course of a run.
 
-What is measured. Stage 1 is split by a hash of the prompt: a tenth of all its problems is held out,
-is never drawn for training at any seed, and is what exact match is measured on. Stage 2 has 200
-problems in all, a table to be known by heart: a fact that was never shown cannot be known, so all
-200 are trained on, and exact match over all 200 measures recall, not generalisation. Stage 3 is
-split by the hash, too, and trains on 10,000 problems that are drawn once and stay the same.
+What is measured. Problems are split by a hash of the prompt in its natural form: a tenth of them is
+held out, is never drawn for training at any stage, seed, size or form, and is what exact match is
+measured on. Facts, two single digits with a sign between, are tables to be known by heart: one that
+was never shown cannot be known, so all are trained on, and stage 2 measures recall of its 200.
+Stage 3 trains on 10,000 problems that are drawn once and stay the same.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import random
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from mamba3.data.problems import Batch, Problem, collate, hash_share
-from mamba3.data.tokenizer import CharTokenizer
+import numpy as np
+import torch
+from numpy.random import Generator, Philox
 
-# 32 tokens with the three special ones. Letters name tasks: c, r and s are those of stage 1, the
-# others are free for later stages and for tasks of a user's own.
+from mamba3.data.arithmetic_forms import Form, answer_from_model, prompt_from_model
+from mamba3.data.arithmetic_options import STAGES, ProblemOptions
+from mamba3.data.arithmetic_tasks import MAX_DIGITS, TASKS, Drawn, Task, fact_table
+from mamba3.data.characters import BOS, EOS, characters, constant, hash_shares, squeezed, texts
+from mamba3.data.problems import Batch, Problem, collate
+from mamba3.data.tokenizer import CharTokenizer, Tokenizer
+from mamba3.models.lm import IGNORE
+
+# 32 tokens with the three special ones. Letters name tasks; w to z are free for a user's own.
 CHARACTERS = "0123456789+-*%=()<>,?crspwxyz"
+PROMPT_SUFFIX = "="
 TEST_SHARE = 0.1
-MAX_DIGITS = 4
 SKILL_FILE = Path(__file__).parent / "assets" / "sort_digits.jsonl"
+# Share of the answers that guessing gets right, of the tasks that are compared by it.
+CHANCE = {task.name: task.chance for task in TASKS.values() if task.chance is not None}
+# Problems of stage 3 that are trained on.
+FIXED = 10_000
+# Problems that are drawn at once where batches are smaller: numpy takes as long to begin with an
+# array as to go through hundreds of rows.
+_AT_ONCE = 2048
+# Draws of held-out problems; tasks that have too few give fewer.
+_TRIES = 30
+_NO_SIZES = np.zeros(0, np.intp)
+_FACT = re.compile(r"\d[+\-*]\d")
+# First words of the keys of random numbers, so that no two uses of a seed share any.
+_TRAIN, _TEST, _ONCE = range(3)
 
 
 def tokenizer() -> CharTokenizer:
     """The curriculum's tokenizer; a prompt ends with "="."""
-    return CharTokenizer(CHARACTERS, prompt_suffix="=")
-
-
-def _number(rng: random.Random, digits: int | None = None) -> int:
-    digits = digits or rng.randint(1, MAX_DIGITS)
-    return rng.randrange(0 if digits == 1 else 10 ** (digits - 1), 10**digits)
-
-
-def _copy(rng: random.Random) -> Problem:
-    digits = str(_number(rng))
-    return Problem("copy", f"c{digits}", digits)
-
-
-def _reverse(rng: random.Random) -> Problem:
-    digits = str(_number(rng))
-    return Problem("reverse", f"r{digits}", digits[::-1])
-
-
-def _successor(rng: random.Random) -> Problem:
-    digits = str(_number(rng))
-    if rng.random() < 0.5:
-        nines = rng.randint(1, len(digits))
-        digits = digits[: len(digits) - nines] + "9" * nines
-    if digits == "9999":
-        return _successor(rng)
-    return Problem("successor", f"s{digits}", str(int(digits) + 1))
-
-
-def _compare(rng: random.Random) -> Problem:
-    a = b = str(_number(rng))
-    kind = rng.random()
-    if kind < 0.2:
-        b = str(_number(rng))
-    elif kind < 0.9:
-        b = _neighbour(rng, a)
-    sign = "<" if int(a) < int(b) else ">" if int(a) > int(b) else "="
-    return Problem("compare", f"{a}?{b}", sign)
-
-
-def _neighbour(rng: random.Random, number: str) -> str:
-    """A number with the same first digits; the first other one is often one more or less."""
-    same = rng.randrange(len(number))
-    rest = [rng.choice("0123456789") for _ in number[same:]]
-    if rng.random() < 0.5:
-        rest[0] = str(min(9, max(0, int(number[same]) + rng.choice((-1, 1)))))
-    return str(int(number[:same] + "".join(rest)))
-
-
-def facts() -> list[Problem]:
-    """All 200 problems of stage 2."""
-    pairs = [(a, b) for a in range(10) for b in range(10)]
-    adds = [Problem("add", f"{a}+{b}", str(a + b)) for a, b in pairs]
-    return adds + [Problem("subtract", f"{a}-{b}", str(a - b)) for a, b in pairs]
-
-
-_FACTS = {task: [p for p in facts() if p.task == task] for task in ("add", "subtract")}
-
-
-def _add(rng: random.Random) -> Problem:
-    return rng.choice(_FACTS["add"])
-
-
-def _subtract(rng: random.Random) -> Problem:
-    return rng.choice(_FACTS["subtract"])
-
-
-def _plus(rng: random.Random) -> Problem:
-    a, b = _without_carry(rng)
-    return Problem("plus", f"{a}+{b}", str(a + b))
-
-
-def _minus(rng: random.Random) -> Problem:
-    total, b = _without_borrow(rng, None)
-    return Problem("minus", f"{total}-{b}", str(total - b))
-
-
-def _chain(rng: random.Random) -> Problem:
-    a, b = _without_carry(rng)
-    total, c = _without_borrow(rng, a + b)
-    return Problem("chain", f"{a}+{b}-{c}", str(total - c))
-
-
-def _without_carry(rng: random.Random) -> tuple[int, int]:
-    """Two numbers of 2 or 3 digits, no two digits of one place over 9 together."""
-    while True:
-        a, b = (_number(rng, rng.choice((2, 3))) for _ in range(2))
-        if all(x + y <= 9 for x, y in _places(a, b)):
-            return a, b
-
-
-def _without_borrow(rng: random.Random, total: int | None) -> tuple[int, int]:
-    """Two such numbers, the first `total` if given, no digit of the second over that above it."""
-    while True:
-        a = total or _number(rng, rng.choice((2, 3)))
-        b = _number(rng, rng.choice((2, 3)))
-        if all(x >= y for x, y in _places(a, b)):
-            return a, b
-
-
-def _places(a: int, b: int) -> list[tuple[int, int]]:
-    """The digits of two numbers of up to three, place by place."""
-    return [(int(x), int(y)) for x, y in zip(f"{a:03}", f"{b:03}", strict=True)]
-
-
-# Stage -> its tasks, and how often each is drawn for training: the harder, the more often.
-_TASKS: dict[int, dict[Callable[[random.Random], Problem], int]] = {
-    1: {_copy: 2, _reverse: 2, _successor: 3, _compare: 8},
-    2: {_add: 1, _subtract: 1},
-    3: {_plus: 2, _minus: 2, _chain: 1},
-}
-# Stages whose training problems are a set of this many, drawn once.
-_FIXED = {3: 10_000}
-STAGES = tuple(_TASKS)
-
-
-@functools.cache
-def training_set(stage: int) -> dict[str, list[Problem]]:
-    """The problems that a stage with a fixed training set is trained on, by task.
-
-    Each is there once, none is held out, and tasks have their shares of the whole.
-    """
-    rng, size = random.Random(f"train/{stage}"), _FIXED[stage]
-    shares = _TASKS[stage]
-    found: dict[str, list[Problem]] = {}
-    for task, share in shares.items():
-        problems: dict[str, Problem] = {}
-        while len(problems) < size * share // sum(shares.values()):
-            if not is_held_out(problem := task(rng)):
-                problems[problem.prompt] = problem
-        found[problem.task] = list(problems.values())
-    return found
-
-
-def _training_tasks(stage: int) -> list[tuple[Callable[[random.Random], Problem], int]]:
-    """What draws a stage's training problems, and how often each is asked."""
-    if stage not in _FIXED:
-        return list(_TASKS[stage].items())
-    draws = [functools.partial(_drawn, stage, task) for task in training_set(stage)]
-    return list(zip(draws, _TASKS[stage].values(), strict=True))
-
-
-def _drawn(stage: int, task: str, rng: random.Random) -> Problem:
-    return rng.choice(training_set(stage)[task])
-
-
-def is_held_out(problem: Problem) -> bool:
-    """Whether a problem is kept for measuring, and so never trained on."""
-    return problem.task not in _FACTS and hash_share(problem.prompt) < TEST_SHARE
+    return CharTokenizer(CHARACTERS, prompt_suffix=PROMPT_SUFFIX)
 
 
 def check_stages(stages: Sequence[int]) -> tuple[int, ...]:
@@ -205,73 +89,304 @@ def check_stages(stages: Sequence[int]) -> tuple[int, ...]:
     return stages
 
 
+def is_held_out(prompt: str) -> bool:
+    """Whether a problem, as `natural` gives it, is kept for measuring, and so never trained on."""
+    return bool(_held_out(characters([prompt]))[0])
+
+
+def _held_out(prompts: np.ndarray) -> np.ndarray:
+    held = hash_shares(prompts) < TEST_SHARE
+    [short] = np.nonzero(held & (np.count_nonzero(prompts, axis=1) == 3))
+    if len(short):
+        held[short] = [not _FACT.fullmatch(text) for text in texts(prompts[short])]
+    return held
+
+
+def _random(use: int, seed: int, number: int) -> Generator:
+    """Random numbers of their own for each use, seed and number."""
+    return Generator(Philox(key=[use << 56 | seed, number]))
+
+
+def facts(form: Form = Form()) -> list[Problem]:  # noqa: B008, it is frozen
+    """All 200 problems of stage 2."""
+    return [
+        problem
+        for name, sign in (("add", "+"), ("subtract", "-"))
+        for problem in _problems(name, fact_table(sign, form))
+    ]
+
+
+@functools.cache
+def training_set(name: str, form: Form = Form()) -> Drawn:  # noqa: B008
+    """The problems that a task of stage 3 is trained on, each once, and none held out."""
+    task = TASKS[name]
+    every = [other for other in TASKS.values() if other.stage == task.stage]
+    size = FIXED * task.weight // sum(other.weight for other in every)
+    drawn = task.draw(_random(_ONCE, 0, every.index(task)), 4 * size, form, _NO_SIZES)
+    drawn = drawn.take(np.flatnonzero(~_held_out(drawn.natural)))
+    chosen = _first_of_each(drawn)[:size]
+    assert len(chosen) == size
+    return drawn.take(chosen)
+
+
+def _first_of_each(drawn: Drawn) -> np.ndarray:
+    """The rows, in order, whose prompt is in none before."""
+    prompts = np.ascontiguousarray(squeezed(drawn.natural, drawn.natural.shape[1]))
+    return np.sort(np.unique(prompts.view(f"S{prompts.shape[1]}"), return_index=True)[1])
+
+
+def _draw_for_training(task: Task, rng: Generator, n: int, form: Form, sizes: np.ndarray) -> Drawn:
+    if task.stage == 3:
+        those = training_set(task.name, form)
+        return those.take(rng.integers(0, len(those.natural), n))
+    return task.draw(rng, n, form, sizes)
+
+
+def _problems(name: str, drawn: Drawn) -> list[Problem]:
+    traits = [
+        tuple(zip(drawn.traits, numbers, strict=True))
+        for numbers in zip(*(values.tolist() for values in drawn.traits.values()), strict=True)
+    ] or [()] * len(drawn.prompts)
+    each = zip(texts(drawn.prompts), texts(drawn.answers), traits, strict=True)
+    return [Problem(name, *rest) for rest in each]
+
+
+class _Rows(NamedTuple):
+    """Some batches' problems: the task of each, and its characters."""
+
+    tasks: np.ndarray
+    prompts: np.ndarray
+    answers: np.ndarray
+    running: np.ndarray | None
+
+
+class _Block(NamedTuple):
+    """Some batches, as a model gets them."""
+
+    number: int
+    ids: np.ndarray
+    labels: np.ndarray
+
+
 class CurriculumStream:
     """An endless stream of training batches, the tasks of all stages mixed.
 
-    Batch i is a function of (stages, batch_size, seed, i): a run continues from the number of its
-    batch. Held-out problems never appear.
+    Batch i is a function of (stages, batch_size, seed, options, i): a run continues from the number
+    of its batch. Held-out problems never appear. All batches have one length, that of the longest
+    problem there can be, but for those of stage 6 while problems grow.
 
     Args:
         stages: stages to mix.
         tokenizer: turns problems into ids.
         batch_size: problems in a batch.
         seed: of the draws.
+        options: which problems of the stages.
     """
 
     def __init__(
-        self, stages: Sequence[int], tokenizer: CharTokenizer, *, batch_size: int, seed: int
+        self,
+        stages: Sequence[int],
+        tokenizer: Tokenizer,
+        *,
+        batch_size: int,
+        seed: int,
+        options: ProblemOptions = ProblemOptions(),  # noqa: B008, it is frozen
     ):
-        shares = [item for stage in check_stages(stages) for item in _training_tasks(stage)]
-        self.tasks, weights = zip(*shares, strict=True)
-        self.cum_weights = list(itertools.accumulate(weights))
+        stages = check_stages(stages)
+        self.tasks, self.shares = options.tasks_of(stages), options.probabilities(stages)
         self.tokenizer, self.batch_size, self.seed = tokenizer, batch_size, seed
+        self.options = options
+        self.batches_at_once = max(1, _AT_ONCE // batch_size)
+        self._made: _Block | None = None
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_made": None}
 
     def __call__(self, index: int) -> Batch:
         """Batch number `index`, from 0."""
-        return collate(self.problems(index), self.tokenizer)
+        if not _is_ours(self.tokenizer):
+            return collate(self.problems(index), self.tokenizer)
+        number, place = divmod(index, self.batches_at_once)
+        if self._made is None or self._made.number != number:
+            self._made = self._block(number)
+        rows = slice(place * self.batch_size, (place + 1) * self.batch_size)
+        # Copies, so that what is done to a batch stays out of what the next call gives.
+        ids, labels = self._made.ids[rows].copy(), self._made.labels[rows].copy()
+        n_tokens = int(np.count_nonzero(ids != self.tokenizer.pad_token_id))
+        return Batch(torch.from_numpy(ids), torch.from_numpy(labels), n_tokens)
 
     def problems(self, index: int) -> list[Problem]:
         """The problems of batch number `index`."""
-        rng = random.Random(f"{self.seed}/{index}")
-        drawn = []
-        while len(drawn) < self.batch_size:
-            [task] = rng.choices(self.tasks, cum_weights=self.cum_weights)
-            problem = task(rng)
-            if not is_held_out(problem):
-                drawn.append(problem)
-        return drawn
+        number, place = divmod(index, self.batches_at_once)
+        drawn, first = self._rows(number), place * self.batch_size
+        tasks, prompts, answers, _ = drawn
+        rows = slice(first, first + self.batch_size)
+        names = (self.tasks[i].name for i in tasks[rows])
+        each = zip(names, texts(prompts[rows]), texts(answers[rows]), strict=True)
+        return [Problem(*problem) for problem in each]
+
+    def _block(self, number: int) -> _Block:
+        _, prompts, answers, running = self._rows(number)
+        widths = self._widths(number * self.batches_at_once)
+        width = 3 + max(prompt + answer for _, prompt, answer in widths)
+        return _Block(number, *_encoded(prompts, answers, running, width, self.tokenizer))
+
+    def _rows(self, number: int) -> _Rows:
+        """The problems of block `number`."""
+        n = self.batches_at_once * self.batch_size
+        rng, extra = _random(_TRAIN, self.seed, number), n // 6 + 64  # a tenth is held out
+        while True:
+            drawn, natural = self._draw(rng, n + extra, number * self.batches_at_once)
+            order = rng.permutation(n + extra)
+            order = order[~_held_out(natural)[order]][:n]
+            if len(order) == n:
+                return _Rows(*(None if array is None else array[order] for array in drawn))
+            # There are so few problems of these sizes that much more than a tenth is held out.
+            extra *= 4
+            if extra > 100 * n:
+                raise ValueError(f"almost all problems of {self.options} are held out")
+
+    def _draw(self, rng: Generator, n: int, batch: int) -> tuple[_Rows, np.ndarray]:
+        """n problems, held-out ones among them, task by task; and their natural prompts."""
+        counts, form = rng.multinomial(n, self.shares), self.options.form
+        parts = []
+        for task, count in zip(self.tasks, counts.tolist(), strict=True):
+            least, most = self.options.sizes(task, batch)
+            sizes = rng.integers(least, most + 1, count)
+            parts.append(_draw_for_training(task, rng, count, form, sizes))
+        natural, prompts, answers = (
+            _stacked([part[i] for part in parts], max(widths))
+            for i, widths in enumerate(zip(*self._widths(batch), strict=True))
+        )
+        running = None
+        if self.options.state_labels == "running":
+            none = np.zeros((n, 0), np.uint8)
+            each = [none[: len(p.prompts)] if p.running is None else p.running for p in parts]
+            running = _stacked(each, prompts.shape[1])
+        return _Rows(np.repeat(np.arange(len(parts)), counts), prompts, answers, running), natural
+
+    def _widths(self, batch: int) -> list[tuple[int, int, int]]:
+        """Of each task in a batch, what `_widths` gives."""
+        form, options = self.options.form, self.options
+        return [_widths(task.name, form, options.sizes(task, batch)[1]) for task in self.tasks]
 
 
-def eval_problems(stage: int, n: int, *, seed: int = 0) -> list[Problem]:
-    """What exact match of a stage is measured on: each problem once.
+@functools.cache
+def _widths(name: str, form: Form, size: int) -> tuple[int, int, int]:
+    """Columns of a task's natural prompts, prompts and answers, up to a size."""
+    drawn = TASKS[name].draw(_random(_ONCE, 0, 0), 1, form, np.array([size]))
+    return drawn.natural.shape[1], drawn.prompts.shape[1], drawn.answers.shape[1]
+
+
+def _stacked(parts: list[np.ndarray], width: int) -> np.ndarray:
+    """Matrices one below the other, each widened to `width`."""
+    rows = np.zeros((sum(map(len, parts)), width), np.uint8)
+    first = 0
+    for part in parts:
+        rows[first : first + len(part), : part.shape[1]] = part
+        first += len(part)
+    return rows
+
+
+def _is_ours(tokenizer: Tokenizer) -> bool:
+    """Whether ids can be looked up character by character."""
+    return isinstance(tokenizer, CharTokenizer) and tokenizer.prompt_suffix == PROMPT_SUFFIX
+
+
+def _encoded(
+    prompts: np.ndarray,
+    answers: np.ndarray,
+    running: np.ndarray | None,
+    width: int,
+    tokenizer: CharTokenizer,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and labels (n, width) int64 of whole problems, as `collate` makes them.
+
+    Where there are running values, the label after a character is the value so far.
+    """
+    n = len(prompts)
+    first, last = np.full((n, 1), BOS, np.uint8), np.full((n, 1), EOS, np.uint8)
+    rows = np.hstack([first, prompts, constant(PROMPT_SUFFIX, n), answers, last])
+    chars, table = squeezed(rows, width), _id_table(tokenizer)
+    ids, at = table[chars], np.arange(width)
+    ends = np.count_nonzero(prompts, axis=1)[:, None] + 2
+    labels = np.where((at >= ends) & (chars != 0), ids, IGNORE)
+    if running is not None:
+        values = np.zeros_like(rows)
+        values[:, 1 : running.shape[1] + 1] = running
+        values = squeezed(values, width, by=rows)[:, :-1]
+        np.copyto(labels[:, 1:], table[values], where=values != 0)
+    return ids, labels
+
+
+def _id_table(tokenizer: CharTokenizer) -> np.ndarray:
+    """The id of each character code."""
+    table = np.zeros(256, np.int64)
+    for text in CHARACTERS:
+        [table[ord(text)]] = tokenizer.encode(text)
+    special = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
+    table[[0, BOS, EOS]] = special
+    return table
+
+
+def eval_problems(
+    stage: int,
+    n: int,
+    *,
+    seed: int = 0,
+    options: ProblemOptions = ProblemOptions(),  # noqa: B008, it is frozen
+    sizes: Sequence[int] | None = None,
+) -> list[Problem]:
+    """What exact match of a stage is measured on: each problem once, all held out.
 
     Args:
         stage: one of `STAGES`.
-        n: number of held-out problems, spread evenly over the tasks (rounded up). Stage 2 gives its
-            200 facts, whatever n.
+        n: number of problems, spread evenly over the tasks (rounded up) and their sizes; where
+            fewer are held out, there are fewer. Stage 2 gives its 200 facts, whatever n.
         seed: of the draw.
+        options: form and tasks.
+        sizes: digits (stage 4, and n x 1 of stage 5) or symbols (stage 6) of the problems, whatever
+            was trained; None takes those of training from 2 digits on, and 256 symbols.
 
     Raises:
-        ValueError: more problems than are held out.
+        ValueError: no problem is held out.
     """
-    check_stages([stage])
+    tasks = options.tasks_of(check_stages([stage]))
     if stage == 2:
-        return facts()
-    rng = random.Random(f"test/{seed}")
-    share = -(-n // len(_TASKS[stage]))
+        names = {task.name for task in tasks}
+        return [problem for problem in facts(options.form) if problem.task in names]
+    share, found = -(-n // len(tasks)), []
+    for task in tasks:
+        wanted = options.measured_sizes(task)
+        if wanted and sizes is not None:
+            wanted = sizes
+        found += _measured(task, share, seed, options.form, wanted)
+    return found
+
+
+def _measured(task: Task, n: int, seed: int, form: Form, sizes: Sequence[int]) -> list[Problem]:
+    """Held-out problems of a task, as many of each size as can be."""
+    rng = _random(_TEST, seed, list(TASKS).index(task.name))
     found: dict[str, Problem] = {}
-    for number, task in enumerate(_TASKS[stage], start=1):
-        for _ in range(100 * share):
-            if len(found) == number * share:
-                break
-            if is_held_out(problem := task(rng)):
-                found[problem.prompt] = problem
-        else:
-            raise ValueError(
-                f"stage {stage} holds out fewer than {share} problems of a task; ask for fewer "
-                f"than {n}"
-            )
+    for _ in range(_TRIES):
+        missing = n - len(found)
+        if not missing:
+            break
+        each = np.resize(np.array(sizes or [0]), 12 * missing + 1000)
+        drawn = task.draw(rng, len(each), form, each)
+        drawn = drawn.take(np.flatnonzero(_held_out(drawn.natural)))
+        new = {p.prompt: p for p in _problems(task.name, drawn) if p.prompt not in found}
+        found |= dict(list(new.items())[:missing])
+    if not found:
+        raise ValueError(f"no problem of the task {task.name} at sizes {list(sizes)} is held out")
     return list(found.values())
+
+
+def well_formed(problem: Problem, answer: str, form: Form = Form()) -> bool:  # noqa: B008
+    """Whether what a model wrote has the form of an answer to a problem of its task."""
+    prompt = prompt_from_model(problem.prompt, form)
+    text = answer_from_model(prompt, answer, form)
+    return re.fullmatch(TASKS[problem.task].answer, text) is not None
 
 
 def skill_rows(n: int, *, seed: int = 0) -> list[dict[str, str]]:

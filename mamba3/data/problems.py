@@ -22,11 +22,20 @@ from mamba3.models.lm import IGNORE
 
 
 class Problem(NamedTuple):
-    """A prompt, its answer, and the task it belongs to (the name results are reported under)."""
+    """A prompt, its answer, and the task it belongs to (the name results are reported under).
+
+    traits: what it has so many of, as (name, number), such as ("digits", 7).
+    """
 
     task: str
     prompt: str
     answer: str
+    traits: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def group(self) -> str:
+        """The task and the traits, as in "sum, 7 digits, 3 carries"."""
+        return ", ".join([self.task, *(f"{number} {name}" for name, number in self.traits)])
 
 
 class Batch(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from mamba3.data.problems import Problem
@@ -30,6 +30,11 @@ class ExactMatch(NamedTuple):
     n, n_per_task: number of problems.
     truncated: answers that had not ended when `max_new_tokens` were made; they count as wrong.
     misses: the first few wrong answers.
+    per_group, n_per_group: shares and numbers of problems by each of their traits, such as "sum,
+        7 digits" and "sum, 3 carries".
+    scaled: of tasks with a known chance, (share - chance) / (1 - chance).
+    malformed: answers that do not have the form of one, those truncated among them; None where no
+        form is known.
     """
 
     overall: float
@@ -38,6 +43,10 @@ class ExactMatch(NamedTuple):
     n_per_task: dict[str, int]
     truncated: int
     misses: list[Miss]
+    per_group: dict[str, float] = {}  # noqa: RUF012, it is not changed
+    n_per_group: dict[str, int] = {}  # noqa: RUF012
+    scaled: dict[str, float] = {}  # noqa: RUF012
+    malformed: int | None = None
 
 
 def exact_match(
@@ -48,6 +57,8 @@ def exact_match(
     batch_size: int = 256,
     max_new_tokens: int | None = None,
     max_misses: int = 10,
+    chance: Mapping[str, float] | None = None,
+    well_formed: Callable[[Problem, str], bool] | None = None,
 ) -> ExactMatch:
     """Measure how many problems a model answers exactly, by greedy generation.
 
@@ -60,6 +71,8 @@ def exact_match(
         batch_size: prompts generated at once.
         max_new_tokens: most ids made for an answer; None takes the longest answer and its eos.
         max_misses: most wrong answers kept in the result.
+        chance: share that guessing gets right, of tasks where that is known.
+        well_formed: tells whether a text has the form of an answer to a problem.
 
     Raises:
         ValueError: no problems.
@@ -74,21 +87,47 @@ def exact_match(
         prompts = [p.prompt for p in problems[first : first + batch_size]]
         made += _generate_ids(model, tokenizer, prompts, max_new_tokens)
 
-    n, right, truncated, misses = Counter(), Counter(), 0, []
+    n, right, ended, formed, misses = Counter(), Counter(), 0, 0, []
     for problem, answer, ids in zip(problems, answers, made, strict=True):
-        n[problem.task] += 1
-        right[problem.task] += ids == answer
-        truncated += ids[-1] != tokenizer.eos_token_id
+        names = [problem.task, *_groups(problem)]
+        n.update(names)
+        if ids == answer:
+            right.update(names)
+        got, ends = tokenizer.decode(ids), ids[-1] == tokenizer.eos_token_id
+        ended += ends
+        if well_formed is not None:
+            formed += ends and well_formed(problem, got)
         if ids != answer and len(misses) < max_misses:
-            misses.append(Miss(*problem, tokenizer.decode(ids)))
+            misses.append(Miss(*problem[:3], got))
+    shares = {name: right[name] / count for name, count in n.items()}
+    tasks = list(dict.fromkeys(problem.task for problem in problems))
+    groups = [name for name in n if name not in tasks]
+    total = len(problems)
     return ExactMatch(
-        overall=right.total() / n.total(),
-        per_task={task: right[task] / n[task] for task in n},
-        n=n.total(),
-        n_per_task=dict(n),
-        truncated=truncated,
+        overall=sum(right[task] for task in tasks) / total,
+        per_task={task: shares[task] for task in tasks},
+        n=total,
+        n_per_task={task: n[task] for task in tasks},
+        truncated=total - ended,
         misses=misses,
+        per_group={group: shares[group] for group in groups},
+        n_per_group={group: n[group] for group in groups},
+        scaled={
+            task: scaled_accuracy(shares[task], of_guessing)
+            for task, of_guessing in (chance or {}).items()
+            if task in tasks
+        },
+        malformed=None if well_formed is None else total - formed,
     )
+
+
+def _groups(problem: Problem) -> list[str]:
+    return [f"{problem.task}, {number} {name}" for name, number in problem.traits]
+
+
+def scaled_accuracy(share: float, chance: float) -> float:
+    """How much of the way from guessing to always being right a share is."""
+    return (share - chance) / (1 - chance)
 
 
 def _generate_ids(model, tokenizer, prompts: list[str], max_new_tokens: int) -> list[list[int]]:

@@ -22,6 +22,8 @@ import yaml
 
 from mamba3.config import Mamba3Config
 from mamba3.data.arithmetic import check_stages
+from mamba3.data.arithmetic_forms import Form
+from mamba3.data.arithmetic_options import ProblemOptions
 from mamba3.data.rows import Rows, load_rows
 from mamba3.fields import coerce, from_mapping
 from mamba3.train.log import check_loggers
@@ -39,11 +41,16 @@ OPTIMIZERS = {"adamw": "AdamW", "hybrid": "Muon and AdamW", "anvil": "ANVIL and 
 
 
 # The keys of the group `data` that a kind of data has besides those of all.
+_PROBLEM_KEYS = {
+    *("stages", "tasks", "shares", "answer_order", "operands", "digits", "symbols"),
+    *("grow_to", "grow_batches", "state_labels"),
+}
 DATA_KEYS = {
-    "arithmetic": {"stages", "eval_problems"},
-    "rows": {
+    "arithmetic": _PROBLEM_KEYS | {"eval_problems", "eval_digits", "eval_symbols"},
+    "rows": _PROBLEM_KEYS
+    | {
         *("path", "length", "valid_fraction", "columns", "tokenizer", "loss_on", "too_long"),
-        *("mix", "mix_path", "stages"),
+        *("mix", "mix_path"),
     },
     "tokens": {"path", "eval_path", "length", "eval_rows"},
 }
@@ -61,7 +68,21 @@ class DataRecipe:
         workers: processes that make batches ahead of the steps; 0 makes them in between. None is
             half of the cores, at most 8, where steps run on a GPU, and 0 on a CPU.
         stages: stages of the curriculum, mixed.
+        tasks: names of their tasks; None is all.
+        shares: share of each stage in a step; None is by the weights of their tasks.
+        answer_order: "msd_first", answers with the most significant digit first, or "lsd_first".
+        operands: numbers of stages 2 to 5 are "plain", "reversed" or "interleaved", see
+            `mamba3.data.arithmetic_forms`.
+        digits: most digits of numbers of stage 4.
+        symbols: most symbols of problems of stage 6.
+        grow_to: most symbols from step `grow_batches` on, up to which they grow in a line; None
+            does not grow.
+        grow_batches: see there.
+        state_labels: what stage 6 learns: "answer", or "running", the value after each symbol, too.
         eval_problems: held-out problems of each stage in an evaluation (stage 2: all its facts).
+        eval_digits: digits that stage 4, and n x 1 digits of stage 5, are measured at; None is
+            those of training from 2 on.
+        eval_symbols: symbols that stage 6 is measured at.
         path: of the token file; or of the file or folder of rows, or a data set of the Hub.
         length: tokens in a row. Rows of a user's own are packed into rows of this length; None pads
             each to the longest of its batch.
@@ -84,7 +105,18 @@ class DataRecipe:
     batch_size: int = 256
     workers: int | None = None
     stages: list = field(default_factory=lambda: [1, 2])
+    tasks: list | None = None
+    shares: list | None = None
+    answer_order: str = "msd_first"
+    operands: str = "plain"
+    digits: int = 10
+    symbols: int = 40
+    grow_to: int | None = None
+    grow_batches: int = 10_000
+    state_labels: str = "answer"
     eval_problems: int = 2000
+    eval_digits: list | None = None
+    eval_symbols: list = field(default_factory=lambda: [256])
     path: str | None = None
     length: int | None = None
     valid_fraction: float = 0.2
@@ -101,6 +133,7 @@ class DataRecipe:
         _coerce_fields(self)
         _check_one_of(self, kind=DATA_KEYS, loss_on=LOSS_ON, too_long=TOO_LONG)
         object.__setattr__(self, "stages", list(check_stages(self.stages)))
+        self.problems.probabilities(self.stages)  # mistakes show here
         _check_at_least(self, 1, "batch_size", "eval_problems", "eval_rows")
         if self.workers is not None:
             _check_at_least(self, 0, "workers")
@@ -110,6 +143,24 @@ class DataRecipe:
         if not 0 < self.valid_fraction < 1:
             raise ValueError(f"valid_fraction must lie between 0 and 1, got {self.valid_fraction}")
         self._check_rows()
+
+    @property
+    def problems(self) -> ProblemOptions:
+        """What is drawn of the stages of the curriculum."""
+        return ProblemOptions(
+            form=Form(answer_order=self.answer_order, operands=self.operands),
+            tasks=None if self.tasks is None else tuple(self.tasks),
+            shares=None if self.shares is None else tuple(self.shares),
+            digits=self.digits,
+            symbols=self.symbols,
+            grow_to=self.grow_to,
+            grow_batches=self.grow_batches,
+            state_labels=self.state_labels,
+        )
+
+    def eval_sizes(self, stage: int) -> list[int] | None:
+        """The sizes of a stage's problems in an evaluation; None are those of `eval_problems`."""
+        return {4: self.eval_digits, 5: self.eval_digits, 6: self.eval_symbols}.get(stage)
 
     @functools.cached_property
     def rows(self) -> Rows:

@@ -119,7 +119,7 @@ def unpacked(batch):
 
 
 def test_an_epoch_is_every_document_once():
-    problems = CurriculumStream([1, 3], tokenizer(), batch_size=40, seed=2).problems(0)
+    problems = CurriculumStream([1, 3], tokenizer(), batch_size=40, seed=3).problems(0)
     some = documents_of(problems, tokenizer())
     stream = PackedStream(some, length=37, batch_size=2, seed=4)
     expected = sorted((tuple(ids), tuple(labels)) for ids, labels in some)

@@ -63,7 +63,7 @@ def test_yaml_round_trip(tmp_path):
         ("step.accumulate=0", r"accumulate must be at least 1, got 0"),
         ("optim.name=muon", r"name must be one of adamw, hybrid, anvil, got 'muon'"),
         ("optim.decay_steps=100", r"decay_steps must be more than warmup_steps, got 100 and 100"),
-        ("data.stages=[4]", r"stages must be some of \[1, 2, 3\]"),
+        ("data.stages=[7]", r"stages must be some of \[1, 2, 3, 4, 5, 6\]"),
         ("data.stages=2", r"stages must be a list, got 2"),
         ("data.batch_size=0", r"batch_size must be at least 1"),
         ("train.threads=0", r"threads must be at least 1"),

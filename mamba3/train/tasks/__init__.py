@@ -30,6 +30,12 @@ class Measured(NamedTuple):
         if (exact := self.exact_match) is not None:
             values |= {"exact_match": exact.overall, "per_task": exact.per_task, "n": exact.n}
             values["truncated"] = exact.truncated
+            if exact.malformed is not None:
+                values["malformed"] = exact.malformed
+            if exact.per_group:
+                values |= {"per_group": exact.per_group, "n_per_group": exact.n_per_group}
+            if exact.scaled:
+                values["scaled"] = exact.scaled
         if (told := self.perplexity) is not None:
             values |= {"eval_loss": told.loss, "perplexity": told.perplexity}
             values["eval_tokens"] = told.n_tokens

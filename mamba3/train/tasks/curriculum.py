@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from mamba3.data import arithmetic
+from mamba3.data.arithmetic_tasks import TASKS
+from mamba3.data.problems import collate
 from mamba3.eval.exact_match import exact_match
+from mamba3.eval.perplexity import perplexity
 from mamba3.train.config import Recipe
 from mamba3.train.tasks import Measured, Told
+
+# Problems whose loss is measured at once.
+ROWS = 256
 
 
 class Curriculum:
@@ -18,32 +26,71 @@ class Curriculum:
         self.recipe = recipe
         self.tokenizer = arithmetic.tokenizer()
         self.vocab_size = self.tokenizer.vocab_size
+        data = recipe.data
         self.problems = [
             problem
-            for stage in recipe.data.stages
-            for problem in arithmetic.eval_problems(stage, recipe.data.eval_problems)
+            for stage in data.stages
+            for problem in arithmetic.eval_problems(
+                stage, data.eval_problems, options=data.problems, sizes=data.eval_sizes(stage)
+            )
         ]
-        self.about = f"stages {recipe.data.stages}, {recipe.data.batch_size} problems a step"
+        self.about = f"stages {data.stages}, {data.batch_size} problems a step"
         self.told = Told(
-            data=f"stages {recipe.data.stages} of the arithmetic curriculum",
+            data=f"{self._what()} of the arithmetic curriculum",
             units="problems",
-            measured_on=(
-                "Stages 1 (copy, reverse, successor, compare) and 3 (plus, minus, chain) are "
-                "measured on problems that are held out by a hash and never trained on. Stage 2 "
-                "(add, subtract) is a table of 200 facts: all are trained on and all are measured, "
-                "so it is recall."
-            ),
-            example="7+8",
+            measured_on=self._measured_on(),
+            example=self.problems[0].prompt if data.tasks or 2 not in data.stages else "7+8",
             tags=("arithmetic",),
         )
+
+    def _what(self) -> str:
+        data = self.recipe.data
+        tasks = f" ({', '.join(data.tasks)})" if data.tasks else ""
+        form = ""
+        if (data.answer_order, data.operands) != ("msd_first", "plain"):
+            form = f", answers {data.answer_order} and operands {data.operands},"
+        return f"stages {data.stages}{tasks}{form}"
+
+    def _measured_on(self) -> str:
+        tasks = [task.name for task in self.recipe.data.problems.tasks_of(self.recipe.data.stages)]
+        facts = [name for name in tasks if TASKS[name].stage == 2]
+        others = [name for name in tasks if name not in facts]
+        told = []
+        if others:
+            told.append(
+                f"{', '.join(others)}: measured on problems that are held out by a hash and never "
+                "trained on, at any stage or seed."
+            )
+        if facts:
+            told.append(
+                f"{', '.join(facts)}: tables of 100 facts each, all of which are trained on and "
+                "measured, so it is recall."
+            )
+        return " ".join(told)
 
     def stream(self) -> arithmetic.CurriculumStream:
         """Batches of problems, drawn anew for each."""
         data = self.recipe.data
         return arithmetic.CurriculumStream(
-            data.stages, self.tokenizer, batch_size=data.batch_size, seed=self.recipe.train.seed
+            data.stages,
+            self.tokenizer,
+            batch_size=data.batch_size,
+            seed=self.recipe.train.seed,
+            options=data.problems,
         )
 
     def measure(self, model) -> Measured:
-        """Exact match on the held-out problems."""
-        return Measured(exact_match(model, self.tokenizer, self.problems))
+        """Exact match on the held-out problems, and the loss of their answers."""
+        form = self.recipe.data.problems.form
+        exact = exact_match(
+            model,
+            self.tokenizer,
+            self.problems,
+            chance=arithmetic.CHANCE,
+            well_formed=partial(arithmetic.well_formed, form=form),
+        )
+        batches = (
+            collate(self.problems[first : first + ROWS], self.tokenizer)
+            for first in range(0, len(self.problems), ROWS)
+        )
+        return Measured(exact, perplexity(model, batches))

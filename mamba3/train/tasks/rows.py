@@ -183,7 +183,9 @@ class OldData:
             problems = [
                 problem
                 for stage in data.stages
-                for problem in arithmetic.eval_problems(stage, MEASURED_PROBLEMS)
+                for problem in arithmetic.eval_problems(
+                    stage, MEASURED_PROBLEMS, options=data.problems
+                )
             ]
             documents_of(problems, tokenizer)  # a tokenizer that cannot encode them says so here
         else:
@@ -203,7 +205,9 @@ class OldData:
         if self.documents:
             return stream_of(self.documents, data, batch_size, seed)
         size = batch_size if data.length is None else PACKED_PROBLEMS
-        drawn = arithmetic.CurriculumStream(data.stages, self.tokenizer, batch_size=size, seed=seed)
+        drawn = arithmetic.CurriculumStream(
+            data.stages, self.tokenizer, batch_size=size, seed=seed, options=data.problems
+        )
         if data.length is None:
             return drawn
         documents = documents_of(drawn.problems(0), self.tokenizer)

@@ -1,0 +1,123 @@
+"""What a user writes, and what a model reads and writes: problems of numbers in several forms.
+
+    operands       978+145 reads   what it is
+    plain          978+145         most significant digit first
+    reversed       879+541         least significant digit first
+    interleaved    +857491         the operators, then the digits of all numbers by column, ones
+                                   first, with zeros up to the longest number
+
+    answer_order   1123 is         -833 is
+    msd_first      1123            -833
+    lsd_first      3211            338-
+
+Products are not interleaved but reversed. Working that is written out (282+1410=1692) has each of
+its numbers in that order. What is not made of numbers with + - * between them, as `c1203` or
+`120?45`, is the same in all forms.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+ANSWER_ORDERS = ("msd_first", "lsd_first")
+OPERANDS = ("plain", "reversed", "interleaved")
+
+_NUMBERS = re.compile(r"\d+(?:[+\-*]\d+)+")
+_COLUMNS = re.compile(r"([+\-]+)(\d+)")
+_MODULO = re.compile(r"(.+)%5")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """How a model reads and writes numbers.
+
+    Args:
+        answer_order: one of `ANSWER_ORDERS`.
+        operands: one of `OPERANDS`.
+    """
+
+    answer_order: str = "msd_first"
+    operands: str = "plain"
+
+    def __post_init__(self):
+        for name, known in (("answer_order", ANSWER_ORDERS), ("operands", OPERANDS)):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
+                )
+
+    def layout_of(self, operators: str) -> str:
+        """The layout of numbers with these operators between."""
+        return "reversed" if "*" in operators and self.operands != "plain" else self.operands
+
+
+def natural(text: str) -> str:
+    """A problem as it is known by, of what a user may write.
+
+    Spaces, a last "=" and zeros in front of numbers go; the longer factor comes first; (3+4)%5 is
+    %3+4, the way modular arithmetic is named.
+    """
+    text = "".join(text.split()).removesuffix("=")
+    if modulo := _MODULO.fullmatch(text):
+        inner = modulo[1]
+        bare = inner[1:-1] if inner[0] == "(" and inner[-1] == ")" else inner
+        return f"%{inner if re.search('[()]', bare) else bare}"
+    if not _NUMBERS.fullmatch(text):
+        return text
+    text = re.sub(r"\b0+(?=\d)", "", text)
+    factors = text.split("*")
+    if len(factors) == 2 and all(map(str.isdigit, factors)):
+        return "*".join(sorted(factors, key=len, reverse=True))
+    return text
+
+
+def prompt_to_model(prompt: str, form: Form) -> str:
+    """A problem in its natural form as a model reads it."""
+    if not _NUMBERS.fullmatch(prompt):
+        return prompt
+    operators = "".join(re.findall(r"[+\-*]", prompt))
+    layout = form.layout_of(operators)
+    if layout == "plain":
+        return prompt
+    if layout == "reversed":
+        return _reversed_numbers(prompt)
+    operands = re.findall(r"\d+", prompt)
+    most = max(map(len, operands))
+    columns = zip(*(number[::-1].ljust(most, "0") for number in operands), strict=True)
+    return operators + "".join(digit for column in columns for digit in column)
+
+
+def prompt_from_model(prompt: str, form: Form) -> str:
+    """The natural form of what a model reads."""
+    if columns := form.operands == "interleaved" and _COLUMNS.fullmatch(prompt):
+        operators, digits = columns.groups()
+        count = len(operators) + 1
+        operands = [str(int(digits[i::count][::-1])) for i in range(count)]
+        return operands[0] + "".join(map("".join, zip(operators, operands[1:], strict=True)))
+    if form.operands == "plain" or not _NUMBERS.fullmatch(prompt):
+        return prompt
+    return _reversed_numbers(prompt)
+
+
+def answer_to_model(prompt: str, answer: str, form: Form) -> str:
+    """The answer to a problem, both in their natural forms, as a model writes it."""
+    if form.answer_order == "msd_first" or not _NUMBERS.fullmatch(prompt):
+        return answer
+    return re.sub(r"-?\d+", lambda number: number[0][::-1], answer)
+
+
+def answer_from_model(prompt: str, answer: str, form: Form) -> str:
+    """The natural form of what a model wrote about a problem, which is in its natural form."""
+    if form.answer_order == "msd_first" or not _NUMBERS.fullmatch(prompt):
+        return answer
+    return re.sub(r"-?\d+-?", lambda number: number[0][::-1], answer)
+
+
+def result_of(answer: str) -> str:
+    """The last number of an answer in its natural form: what comes after its working."""
+    return answer.rpartition("=")[2] or answer
+
+
+def _reversed_numbers(text: str) -> str:
+    return re.sub(r"\d+", lambda number: number[0][::-1], text)
