@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from ..config import Mamba3Config, MambaSizes
 from ..ops import causal_conv, causal_conv_step, selective_scan, selective_step
 from .layout import MATRIX, VECTOR, Layout, blocks
-from .precise import KeepsFloat32
-from .ragged import Ragged
+from .mixer import Mixer
 
 
 class MambaState(NamedTuple):
@@ -50,7 +49,7 @@ class MambaState(NamedTuple):
         return MambaState(*(t.index_select(0, index) for t in self))
 
 
-class TMambaLayer(KeepsFloat32):
+class TMambaLayer(Mixer):
     """Mamba-1 mixer: (B, L, d_model) to the same, with a state that decodes one token at a time.
 
     Args:
@@ -172,73 +171,24 @@ class TMambaLayer(KeepsFloat32):
         names = dict(self.named_parameters())
         return layout | {name: VECTOR for name in small if name in names}
 
-    def forward(
-        self,
-        u: Tensor,
-        *,
-        state: MambaState | None = None,
-        attention_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        seq_idx: Tensor | None = None,
-        return_state: bool = False,
-    ) -> Tensor | tuple[Tensor, MambaState]:
-        """Mix along the sequence.
-
-        Args:
-            u: (B, L, d_model), L >= 1.
-            state: where to go on from, as returned; None is the start of a sequence.
-            attention_mask: (B, L), nonzero at real tokens; pads may be anywhere in a row and
-                give zeros.
-            cu_seqlens: boundaries (sequences + 1,) of sequences packed in one row, B = 1.
-            seq_idx: (B, L) int; runs of equal numbers in a row are sequences of their own.
-            return_state: also return the state after the last real token.
-
-        Returns:
-            (B, L, d_model) in u's dtype, and with `return_state` the state: one entry a row, or a
-            packed sequence.
-
-        Raises:
-            ValueError: shapes that do not fit; more than one of the three descriptions.
-        """
-        self._check_input(u, (3,), "(B, L, d_model)")
-        ragged = Ragged.of(u.shape[:2], attention_mask, cu_seqlens, seq_idx)
-        if ragged is not None:
-            u, cu_seqlens = ragged.pack(u), ragged.cu_seqlens
+    def _mix(self, u, state, cu_seqlens, return_state):
+        conv, h = None, None
         if state is not None:
             self._check_state(state, u.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1)
+            conv, h = state
         x, z = self.in_proj(u).chunk(2, -1)
-        conv, h = (None, None) if state is None else state
         x, conv = causal_conv(x, *self._kernel(), state=conv, cu_seqlens=cu_seqlens)
         arguments = self._arguments(x)
         y, h = selective_scan(x, *arguments, z, softplus=True, h=h, cu_seqlens=cu_seqlens)
-        y = self.out_proj(y)
-        if ragged is not None:
-            y = ragged.unpack(y)
-        return (y, MambaState(conv, h)) if return_state else y
+        return y, MambaState(conv, h)
 
-    def step(
-        self, u: Tensor, state: MambaState, *, inplace: bool = False
-    ) -> tuple[Tensor, MambaState]:
-        """Mix one token into every sequence.
-
-        Args:
-            u: (B, d_model) or (B, 1, d_model).
-            state: of B sequences, as `forward` and `step` return it.
-            inplace: update the state's tensors where they are and return them, recording no
-                gradient. False (the default) leaves them as they are.
-
-        Returns:
-            The output, of u's shape and dtype, and the new state.
-        """
-        self._check_input(u, (2, 3), "(B, d_model) or (B, 1, d_model)")
-        if u.dim() == 3 and u.shape[1] != 1:
-            raise ValueError(f"step takes one token, got an input of shape {tuple(u.shape)}")
+    def _mix_token(self, u, state, inplace):
         self._check_state(state, u.shape[0])
-        x, z = self.in_proj(u.flatten(0, -2)).chunk(2, -1)
+        x, z = self.in_proj(u).chunk(2, -1)
         x, conv = causal_conv_step(x, *self._kernel(), state.conv, inplace=inplace)
         arguments = self._arguments(x)
         y, h = selective_step(x, *arguments, z, softplus=True, h=state.h, inplace=inplace)
-        return self.out_proj(y).view(u.shape), MambaState(conv, h)
+        return y, MambaState(conv, h)
 
     def new_state(self, batch: int) -> MambaState:
         """The state of `batch` sequences before their first token."""
@@ -276,11 +226,3 @@ class TMambaLayer(KeepsFloat32):
             maps = (F.rms_norm(t, t.shape[-1:], eps=sizes.maps_norm_eps) for t in maps)
         low, b, c = maps
         return self.dt_proj(low), -torch.exp(self.A_log), b, c, self.D
-
-    def _check_input(self, u: Tensor, dims: tuple[int, ...], form: str) -> None:
-        if u.dim() not in dims or u.shape[-1] != self.d_model:
-            raise ValueError(
-                f"expected an input {form} with d_model = {self.d_model}, got {tuple(u.shape)}"
-            )
-        if not u.is_floating_point():
-            raise TypeError(f"expected a floating-point input {form}, got {u.dtype}")

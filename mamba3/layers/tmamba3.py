@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from ..config import Mamba3Config
 from ..ops import Mamba3State, mamba3_scan, mamba3_step, rms_norm, steering
 from .layout import MATRIX, VECTOR, Layout, Rows, blocks
+from .mixer import Mixer
 from .norm import RMSNorm
-from .precise import KeepsFloat32
-from .ragged import Ragged
 
 
-class TMamba3Layer(KeepsFloat32):
+class TMamba3Layer(Mixer):
     """Mamba-3 mixer: (B, L, D) to (B, L, D), with a state that decodes one token at a time.
 
     Args:
@@ -109,7 +108,7 @@ class TMamba3Layer(KeepsFloat32):
             angle_init_scale=angle_init_scale,
             norm_eps=norm_eps,
         )
-        self.config = config
+        self.config, self.d_model = config, d_model
         self.chunk_size = chunk_size
         heads, rank, angles = config.n_heads, config.rank, config.n_angles
         maps = rank * ngroups * d_state
@@ -187,38 +186,7 @@ class TMamba3Layer(KeepsFloat32):
         small = {name: VECTOR for name in self.float32_parameters if hasattr(self, name)}
         return {**layout, **small, "out_proj.weight": MATRIX}
 
-    def forward(
-        self,
-        u: Tensor,
-        *,
-        state: Mamba3State | None = None,
-        attention_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        seq_idx: Tensor | None = None,
-        return_state: bool = False,
-    ) -> Tensor | tuple[Tensor, Mamba3State]:
-        """Mix along the sequence.
-
-        Args:
-            u: (B, L, D), L >= 1.
-            state: where to go on from, as returned; None is the start of a sequence.
-            attention_mask: (B, L), nonzero at real tokens; pads may be anywhere in a row and
-                give zeros.
-            cu_seqlens: boundaries (sequences + 1,) of sequences packed in one row, B = 1.
-            seq_idx: (B, L) int; runs of equal numbers in a row are sequences of their own.
-            return_state: also return the state after the last real token.
-
-        Returns:
-            (B, L, D) in u's dtype, and with `return_state` the state: one entry a row, or a
-            packed sequence.
-
-        Raises:
-            ValueError: shapes that do not fit; more than one of the three descriptions.
-        """
-        self._check_input(u, (3,), "(B, L, D)")
-        ragged = Ragged.of(u.shape[:2], attention_mask, cu_seqlens, seq_idx)
-        if ragged is not None:
-            u, cu_seqlens = ragged.pack(u), ragged.cu_seqlens
+    def _mix(self, u, state, cu_seqlens, return_state):
         tensors, options = self._project(u)
         y, state = mamba3_scan(
             *tensors,
@@ -228,32 +196,12 @@ class TMamba3Layer(KeepsFloat32):
             chunk_size=self.chunk_size,
             return_state=return_state,
         )
-        y = self.out_proj(y.flatten(-2))
-        if ragged is not None:
-            y = ragged.unpack(y)
-        return (y, state) if return_state else y
+        return y.flatten(-2), state
 
-    def step(
-        self, u: Tensor, state: Mamba3State, *, inplace: bool = False
-    ) -> tuple[Tensor, Mamba3State]:
-        """Mix one token into every sequence.
-
-        Args:
-            u: (B, D) or (B, 1, D).
-            state: of B sequences, as `forward` and `step` return it.
-            inplace: update the state's tensors where they are and return them, recording no
-                gradient. False (the default) leaves them as they are.
-
-        Returns:
-            The output, of u's shape and dtype, and the new state.
-        """
-        self._check_input(u, (2, 3), "(B, D) or (B, 1, D)")
-        if u.dim() == 3 and u.shape[1] != 1:
-            raise ValueError(f"step takes one token, (B, D) or (B, 1, D), got {tuple(u.shape)}")
-        token = u.flatten(0, 1) if u.dim() == 3 else u
-        tensors, options = self._project(token)
+    def _mix_token(self, u, state, inplace):
+        tensors, options = self._project(u)
         y, state = mamba3_step(*tensors, **options, state=state, inplace=inplace)
-        return self.out_proj(y.flatten(-2)).view(u.shape), state
+        return y.flatten(-2), state
 
     def new_state(self, batch: int) -> Mamba3State:
         """The state of `batch` sequences before their first token."""
@@ -289,11 +237,3 @@ class TMamba3Layer(KeepsFloat32):
             "norm_eps": config.norm_eps,
         }
         return [x, b, c, *steered, self.B_bias, self.C_bias, self.D, z], options
-
-    def _check_input(self, u: Tensor, dims: tuple[int, ...], form: str) -> None:
-        if u.dim() not in dims or u.shape[-1] != self.config.d_model:
-            raise ValueError(
-                f"expected an input {form} with D = {self.config.d_model}, got {tuple(u.shape)}"
-            )
-        if not u.is_floating_point():
-            raise TypeError(f"expected a floating-point input {form}, got {u.dtype}")

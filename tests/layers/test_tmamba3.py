@@ -367,8 +367,11 @@ def test_bad_inputs():
     bounds = torch.tensor([0, 5])
     mask = torch.ones(2, 5)
     cases = [
-        (lambda: layer(u[0]), r"expected an input \(B, L, D\) with D = 16, got \(5, 16\)"),
-        (lambda: layer(u[..., :8]), "with D = 16"),
+        (
+            lambda: layer(u[0]),
+            r"expected an input \(B, L, d_model\) with d_model = 16, got \(5, 16\)",
+        ),
+        (lambda: layer(u[..., :8]), "with d_model = 16"),
         (lambda: layer(u[:, :0]), "at least one token"),
         (lambda: layer.step(u, state), r"step takes one token.*got \(2, 5, 16\)"),
         (lambda: layer.step(u[:1, 0], state), "the state holds 2 sequences, the input 1"),
