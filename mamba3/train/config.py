@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from mamba3.config import Mamba3Config
+from mamba3.config import Mamba3Config, MambaSizes
 from mamba3.data.arithmetic import check_stages
 from mamba3.data.arithmetic_forms import Form
 from mamba3.data.arithmetic_options import ProblemOptions
@@ -441,8 +441,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def recipe_keys() -> list[str]:
-    """Every key that can be set, as group.key."""
-    return [f"{name}.{f.name}" for name, cls in GROUPS.items() for f in dataclasses.fields(cls)]
+    """Every key that can be set, as group.key or model.mamba.key."""
+    groups = GROUPS | {"model.mamba": MambaSizes}
+    return [f"{name}.{f.name}" for name, cls in groups.items() for f in dataclasses.fields(cls)]
 
 
 def _override(data: dict[str, Any], override: str) -> None:
@@ -458,12 +459,14 @@ def _override(data: dict[str, Any], override: str) -> None:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         raise ValueError(f"the value of {override!r} is not valid YAML") from None
-    group, _, name = key.partition(".")
-    if data.get(group) is None:
-        data[group] = {}
-    if not isinstance(data[group], dict):
-        raise TypeError(f"recipe group {group!r} must be a mapping, got {data[group]!r}")
-    data[group][name] = value
+    *groups, name = key.split(".")
+    for group in groups:
+        if data.get(group) is None:
+            data[group] = {}
+        if not isinstance(data[group], dict):
+            raise TypeError(f"recipe group {group!r} must be a mapping, got {data[group]!r}")
+        data = data[group]
+    data[name] = value
 
 
 def _coerce_fields(recipe) -> None:

@@ -35,6 +35,18 @@ def test_overrides(tmp_path):
     assert recipe.architecture(32).vocab_size == 32
 
 
+def test_overrides_of_mamba_1_layers(tmp_path):
+    changes = ["model.layers=[mamba, mamba3]", "model.mamba.d_state=4", "model.mamba.dt_min=1e-4"]
+    changes += ["model.n_layer=2"]
+    recipe = load_recipe(write(tmp_path), changes)
+    config = recipe.architecture(32)
+    assert config.kinds == ("mamba", "mamba3")
+    assert (config.mamba.d_state, config.mamba.dt_min) == (4, 1e-4)
+    whole = [*changes[::3], "model.mamba={d_state: 4, dt_min: 1e-4}"]
+    assert load_recipe(write(tmp_path), whole) == recipe
+    assert load_recipe(write(tmp_path, recipe.to_yaml())) == recipe
+
+
 def test_an_override_may_fill_a_group_that_is_not_there(tmp_path):
     content = {k: v for k, v in RECIPE.items() if k != "data"}
     assert load_recipe(write(tmp_path, content), ["data.batch_size=3"]).data.batch_size == 3
@@ -68,6 +80,9 @@ def test_yaml_round_trip(tmp_path):
         ("data.batch_size=0", r"batch_size must be at least 1"),
         ("train.threads=0", r"threads must be at least 1"),
         ("model.headdim=5", r"headdim must divide"),
+        ("model.mamba.d_sate=5", r"the nearest is 'model.mamba.d_state'"),
+        ("mamba.d_conv=5", r"the nearest is 'model.mamba.d_conv'"),
+        ("model.mamba.d_conv=3", r"the group 'mamba' is about Mamba-1 layers"),
     ],
 )
 def test_a_wrong_override_says_what_is_right(tmp_path, override, message):
