@@ -151,15 +151,7 @@ class Mamba3Config:
     def __post_init__(self):
         coerce_sizes(self, may_be_zero=("d_intermediate", "rope_fraction", "angle_init_scale"))
         object.__setattr__(self, "layers", _checked_layers(self.layers, self.n_layer))
-        if not isinstance(self.mamba, MambaSizes):
-            try:
-                sizes = from_mapping(MambaSizes, self.mamba, where="the group")
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"mamba: {error}") from error
-            object.__setattr__(self, "mamba", sizes)
-        if self.mamba.dt_rank == MambaSizes().rank(self.d_model):
-            # Forms that write it down and forms that leave it open come to the same.
-            object.__setattr__(self, "mamba", dataclasses.replace(self.mamba, dt_rank=None))
+        object.__setattr__(self, "mamba", _checked_sizes(self.mamba, self.d_model))
         self._check_unused()
         if "mamba3" in self.kinds:
             self._check_mamba3()
@@ -302,6 +294,18 @@ def _checked_layers(layers: Any, n_layer: int) -> tuple[str, ...] | str:
             "each, or one for all"
         )
     return given[0] if len(set(given)) == 1 else tuple(given)
+
+
+def _checked_sizes(given: Any, d_model: int) -> MambaSizes:
+    """Those that are given; the usual rank is left open, since some forms do and some do not."""
+    sizes = given
+    if not isinstance(given, MambaSizes):
+        try:
+            sizes = from_mapping(MambaSizes, given, where="the group")
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"mamba: {error}") from error
+    is_usual = sizes.dt_rank == MambaSizes().rank(d_model)
+    return dataclasses.replace(sizes, dt_rank=None) if is_usual else sizes
 
 
 def _default(of: dataclasses.Field) -> Any:
