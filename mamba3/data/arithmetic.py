@@ -65,7 +65,7 @@ CHANCE = {task.name: task.chance for task in TASKS.values() if task.chance is no
 FIXED = 10_000
 # Problems that are drawn at once where batches are smaller: numpy takes as long to begin with an
 # array as to go through hundreds of rows.
-_AT_ONCE = 2048
+_AT_ONCE, _BATCHES_AT_ONCE = 2048, 32
 # Draws of held-out problems; tasks that have too few give fewer.
 _TRIES = 30
 _NO_SIZES = np.zeros(0, np.intp)
@@ -196,7 +196,7 @@ class CurriculumStream:
         self.tasks, self.shares = options.tasks_of(stages), options.probabilities(stages)
         self.tokenizer, self.batch_size, self.seed = tokenizer, batch_size, seed
         self.options = options
-        self.batches_at_once = max(1, _AT_ONCE // batch_size)
+        self.batches_at_once = max(1, min(_BATCHES_AT_ONCE, _AT_ONCE // batch_size))
         self._made: _Block | None = None
 
     def __getstate__(self) -> dict:

@@ -3,6 +3,9 @@
 A stream gives batch i as a function of i, so workers only share out numbers: which of them made a
 batch, and how many there are, changes nothing. The number of the next batch is all there is to
 save, and all that is needed when a worker dies.
+
+A stream that draws several batches at once says how many, by `batches_at_once`: a worker makes them
+all, and they travel together, so that what each costs on the way does not count.
 """
 
 from __future__ import annotations
@@ -11,19 +14,20 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import threading
 import time
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from mamba3.data.groups import Failure, Group, each
 from mamba3.data.problems import Batch
 
 
@@ -39,7 +43,7 @@ class AsyncBatches:
             picklable: it is sent to each.
         start: index of the first batch, here and on every other rank.
         workers: processes that make batches; 0 makes each in this process when it is asked for.
-        prefetch: batches that each worker keeps ready.
+        prefetch: batches that each worker keeps ready, or times as many as it makes at once.
         rank, world: number of this process, and of processes that share the stream.
         device: where batches go. To a GPU they are copied one ahead, from pinned memory, on a
             stream of its own; the stream that is current at `next` waits for the copy.
@@ -88,6 +92,8 @@ class AsyncBatches:
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._made = _Made(batches)
+        self._at_once = getattr(batches, "batches_at_once", 1) if workers else 1
+        self._ready: deque[Batch | Failure] = deque()
         self._workers, self._prefetch = workers, prefetch
         self._rank, self._world = rank, world
         self._fetched = start
@@ -120,6 +126,7 @@ class AsyncBatches:
     def close(self) -> None:
         """End the workers; there are no more batches."""
         self._iterator = None  # a DataLoader's iterator ends its workers when it is dropped
+        self._ready.clear()
         if self._ahead is not None:
             self._ahead.drop()
 
@@ -130,37 +137,37 @@ class AsyncBatches:
         self.close()
 
     def _next(self) -> Batch:
-        if self._ahead is not None:
-            batch = self._ahead(self._fetch)
-        else:
-            batch = self._fetch()
-        if isinstance(batch, _Failure):
+        if not self._ready:
+            group = self._ahead(self._fetch) if self._ahead is not None else self._fetch()
+            self._ready.extend(each(group, Tensor, lambda t: t.to(self.device)).batches())
+        batch = self._ready.popleft()
+        if isinstance(batch, Failure):
             number = self._number(self.index)
             raise RuntimeError(f"batch {number} could not be made: {batch.error}") from (
                 RuntimeError(f"where it was made:\n{batch.trace}")
             )
-        return _each(batch, Tensor, lambda t: t.to(self.device))
+        return batch
 
     def _number(self, index: int) -> int:
         return index * self._world + self._rank
 
-    def _fetch(self) -> Batch | _Failure:
-        """The next batch in order, by new workers if one has died."""
+    def _fetch(self) -> Group:
+        """The next batches in order, by new workers if one has died."""
         while True:
             try:
-                batch = next(self._iterator)
-            # The stream's own errors come as a `_Failure`; what is raised is the workers' end.
+                group = next(self._iterator)
+            # The stream's own errors come as a `Failure`; what is raised is the workers' end.
             except Exception as error:
                 cause = str(error)
             else:
-                self._fetched += 1
-                return _each(batch, np.ndarray, torch.from_numpy)
+                self._fetched += group.count
+                return each(group, np.ndarray, torch.from_numpy)
             self._start_again(cause)
 
     def _start_again(self, cause: str) -> None:
         number = self._number(self._fetched)
         if self._died_at == number:
-            ahead = self._number(self._fetched + self._workers * self._prefetch)
+            ahead = self._number(self._fetched + self._workers * self._prefetch * self._at_once)
             raise RuntimeError(
                 f"data workers died twice at batch {number}, or while they made those after it up "
                 f"to {ahead}: {cause}. Is the memory full, or /dev/shm? workers=0 shows an error "
@@ -188,7 +195,7 @@ class AsyncBatches:
         loader = DataLoader(
             self._made,
             batch_size=None,
-            sampler=range(self._number(self._fetched), sys.maxsize, self._world),
+            sampler=_groups(self._number(self._fetched), self._world, self._at_once),
             num_workers=self._workers,
             collate_fn=_as_it_is,
             # Otherwise it draws from the generator that the model's randomness comes from.
@@ -198,52 +205,58 @@ class AsyncBatches:
         return iter(loader)
 
 
-class _Failure(NamedTuple):
-    """Why there is no batch, as text, since not every exception can be sent."""
-
-    error: str
-    trace: str
+def _groups(number: int, world: int, at_once: int) -> Iterator[range]:
+    """Numbers of a rank's batches from one on, together where they are made at once."""
+    while True:
+        end = (number // at_once + 1) * at_once
+        numbers = range(number, end, world)
+        yield numbers
+        number += len(numbers) * world
 
 
 class _Made(Dataset):
-    """Batch i of a stream, or why there is none."""
+    """Batches of a stream, or why there are no more."""
 
     def __init__(self, batches: Callable[[int], Batch]):
         self.batches = batches
 
-    def __getitem__(self, number: int) -> Batch | _Failure:
+    def __getitem__(self, numbers: range) -> Group:
+        made = []
+        for number in numbers:
+            made.append(self._one(number))
+            if isinstance(made[-1], Failure):
+                break
+        return Group.of(made)
+
+    def _one(self, number: int) -> Batch | Failure:
         try:
             batch = self.batches(number)
             # Arrays travel by value. A tensor would by shared memory, which takes longer for each
             # than most batches take to be made.
-            return _each(batch, Tensor, Tensor.numpy) if get_worker_info() else batch
+            return each(batch, Tensor, Tensor.numpy) if get_worker_info() else batch
         except Exception as error:
-            return _Failure(f"{type(error).__name__}: {error}", traceback.format_exc())
+            return Failure(f"{type(error).__name__}: {error}", traceback.format_exc())
 
 
 class _Ahead:
-    """Gives batches on a GPU and copies the next one while the caller uses the last."""
+    """Gives groups of batches on a GPU and copies the next while the caller uses the last."""
 
     def __init__(self, device: torch.device):
         self._device, self._stream = device, torch.cuda.Stream(device)
-        self._next: tuple[Batch | _Failure, torch.cuda.Event | None] | None = None
+        self._next: tuple[Group, torch.cuda.Event] | None = None
 
-    def __call__(self, fetch: Callable[[], Batch | _Failure]) -> Batch | _Failure:
-        batch, copied = self._next or self._copy(fetch())
-        self._next = None
-        if copied is not None:
-            torch.cuda.current_stream(self._device).wait_event(copied)
-            self._next = self._copy(fetch())
-        return batch
+    def __call__(self, fetch: Callable[[], Group]) -> Group:
+        group, copied = self._next or self._copy(fetch())
+        torch.cuda.current_stream(self._device).wait_event(copied)
+        self._next = None if group.failed else self._copy(fetch())
+        return group
 
     def drop(self) -> None:
-        """Give the next batch up."""
+        """Give the next group up."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._next = None
 
-    def _copy(self, batch: Batch | _Failure):
-        if isinstance(batch, _Failure):
-            return batch, None
+    def _copy(self, group: Group) -> tuple[Group, torch.cuda.Event]:
         caller = torch.cuda.current_stream(self._device)
 
         def copied(t: Tensor) -> Tensor:
@@ -256,18 +269,8 @@ class _Ahead:
 
         self._stream.wait_stream(caller)
         with torch.cuda.stream(self._stream):
-            moved = _each(batch, Tensor, copied)
+            moved = each(group, Tensor, copied)
         return moved, self._stream.record_event()
-
-
-def _each(batch: Any, kind: type, function: Callable) -> Any:
-    """The batch, of nested tuples, with a function of each thing of a kind in it."""
-    if isinstance(batch, kind):
-        return function(batch)
-    if not isinstance(batch, tuple):
-        return batch
-    items = [_each(item, kind, function) for item in batch]
-    return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -88,6 +88,11 @@ class RankParts:
         self.batches, self.skipped = batches, skipped
         self.options = (rank, world, accumulate)
 
+    @property
+    def batches_at_once(self) -> int:
+        """How many batches the stream draws at once."""
+        return getattr(self.batches, "batches_at_once", 1)
+
     def __call__(self, index: int) -> Parts:
         """Of batch number `index`, on the host."""
         return split(self.batches(index + self.skipped), *self.options)

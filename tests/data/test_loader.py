@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 from compare import DEVICE
-from number_streams import Deadly, Failing, Numbers
+from number_streams import Deadly, Failing, Numbers, Wide
 
 from mamba3.data.arithmetic import CurriculumStream, tokenizer
 from mamba3.data.loader import AsyncBatches
@@ -71,6 +71,35 @@ def test_ranks_share_the_numbers_out(workers):
     assert found == [[6, 9, 12, 15], [7, 10, 13, 16], [8, 11, 14, 17]]
 
 
+@pytest.mark.parametrize(("start", "rank", "world"), [(0, 0, 1), (5, 0, 1), (2, 1, 3)])
+def test_batches_that_are_made_at_once_keep_their_order(start, rank, world):
+    stream = Numbers(at_once=4)
+    options = {"rank": rank, "world": world, "device": DEVICE}
+    with AsyncBatches(stream, start, workers=2, **options) as batches:
+        got = numbers(batches, 3)
+        assert batches.index == start + 3
+    with AsyncBatches(stream, batches.index, workers=1, **options) as batches:
+        got += numbers(batches, 7)
+    assert got == [(start + i) * world + rank for i in range(10)]
+
+
+def test_whatever_travels_together_stays_as_it_is():
+    """Values of many types, and a batch of another shape among those made at once."""
+    with AsyncBatches(Wide(at_once=4), workers=1, device=DEVICE) as batches:
+        for index in range(12):
+            got, expected = next(batches), Wide()(index)
+            assert got[1][1:] == expected[1][1:]
+            for t, wanted in zip(tensors(got), tensors(expected), strict=True):
+                assert t.dtype == wanted.dtype
+                assert t.device.type == DEVICE
+                assert torch.equal(t.cpu(), wanted)
+
+
+def tensors(batch):
+    return [t for item in batch for t in (item if isinstance(item, tuple) else [item])
+            if isinstance(t, torch.Tensor)]  # fmt: skip
+
+
 def test_going_on_from_the_index():
     with AsyncBatches(Numbers(), workers=1, rank=1, world=2, device=DEVICE) as batches:
         first = numbers(batches, 3)
@@ -93,6 +122,15 @@ def test_copies_keep_out_of_the_callers_way():
             sums.append(batch.input_ids.sum())
             del batch
     assert [int(total) for total in sums] == [6 * i for i in range(20)]
+
+
+def test_a_killed_worker_loses_nothing_of_what_is_made_at_once():
+    with AsyncBatches(Numbers(0.02, at_once=4), 1, workers=2, device=DEVICE) as batches:
+        got = numbers(batches, 2)
+        os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+        with pytest.warns(RuntimeWarning, match=r"started again at batch \d+, and no"):
+            got += numbers(batches, 40)
+    assert got == list(range(1, 43))
 
 
 def test_a_killed_worker_loses_nothing():
@@ -119,9 +157,10 @@ def test_a_batch_that_kills_its_workers_is_named():
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_of_the_stream_has_the_batchs_number(workers):
-    with AsyncBatches(Failing(), workers=workers, rank=0, world=2, device=DEVICE) as batches:
+@pytest.mark.parametrize(("workers", "at_once"), [(0, 1), (2, 1), (2, 5), (1, 6)])
+def test_an_error_of_the_stream_has_the_batchs_number(workers, at_once):
+    stream = Failing(at_once=at_once)
+    with AsyncBatches(stream, workers=workers, rank=0, world=2, device=DEVICE) as batches:
         assert numbers(batches, 2) == [0, 2]
         with pytest.raises(RuntimeError, match="batch 4 could not be made: KeyError: 'no such row"):
             next(batches)
@@ -200,7 +239,7 @@ def main():
     signal.signal(signal.SIGINT, lambda *_: stop.append(True))
     stream = CurriculumStream([1], tokenizer(), batch_size=2, seed=0)
     with AsyncBatches(stream, workers=2) as batches:
-        for _ in range(8):  # of each worker, some
+        for _ in range(8 * stream.batches_at_once):  # of each worker, some
             next(batches)
         print(*(child.pid for child in multiprocessing.active_children()), flush=True)
         while not stop:
