@@ -1,11 +1,12 @@
 """Loss curves of optimizers on the same data, tokens and seeds.
 
     python scripts/compare_optimizers.py [RECIPE] [--lr adamw=1e-3,3e-3 hybrid=3e-3,1e-2]
-        [--seeds 0,1,2] [--steps N] [--jobs N] [--out DIR] [--quick]
+        [--seeds 0,1,2] [--steps N] [--init MODEL] [--jobs N] [--out DIR] [--quick]
 
-Every run is `mamba3 train RECIPE` with another optim.name, optim.lr and train.seed; its folder in
-DIR keeps metrics.jsonl. Prints the mean loss of the steps before each quarter of the run, and exact
-match at its end. Runs that are in DIR already are read, not repeated.
+Every run is `mamba3 train RECIPE` with another optim.name, optim.lr and train.seed, from the model
+that the recipe or --init names; its folder in DIR keeps metrics.jsonl. Prints the mean loss of the
+steps before each quarter of the run, and exact match at its end. Runs that are in DIR already are
+read, not repeated.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Run(NamedTuple):
     seed: int
     steps: int
     folder: str
+    init: str | None = None
 
     def curve(self) -> list[float]:
         """The loss of every step; trains if that was not done before."""
@@ -48,6 +50,7 @@ class Run(NamedTuple):
                 f"train.steps={self.steps}",
                 f"train.save_every={self.steps}",
             ]
+            settings += [] if self.init is None else [f"train.init_from={self.init}"]
             train(load_recipe(self.recipe, settings), self.folder, progress=False)
         found = [json.loads(line) for line in lines.read_text().splitlines()]
         return [line["loss"] for line in found if "loss" in line]
@@ -64,6 +67,7 @@ def main() -> None:
     parser.add_argument("--lr", nargs="+", default=LRS, metavar="NAME=LR,LR", help="what to try")
     parser.add_argument("--seeds", default="0", help="such as 0,1,2 (%(default)s)")
     parser.add_argument("--steps", type=int, default=2000, help="of every run (%(default)s)")
+    parser.add_argument("--init", metavar="MODEL", help="model to start from (the recipe's)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (%(default)s)")
     parser.add_argument("--out", help="folder to keep the runs in (none)")
     parser.add_argument("--quick", action="store_true", help="one lr each, 8 steps")
@@ -88,7 +92,7 @@ def runs_of(args: argparse.Namespace, folder: Path) -> list[Run]:
         for lr in [float(lr) for lr in lrs.split(",")][: 1 if args.quick else None]:
             for seed in map(int, args.seeds.split(",")):
                 where = folder / f"{name}-{lr:g}-{seed}-{steps}"
-                runs.append(Run(args.recipe, name, lr, seed, steps, str(where)))
+                runs.append(Run(args.recipe, name, lr, seed, steps, str(where), args.init))
     return runs
 
 

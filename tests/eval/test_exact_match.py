@@ -2,10 +2,10 @@ import pytest
 import torch
 
 from mamba3 import Mamba3Config, Mamba3LM
-from mamba3.data.arithmetic import eval_problems, tokenizer
+from mamba3.data.arithmetic import eval_problems, tokenizer, well_formed
 from mamba3.data.problems import Problem
 from mamba3.eval import exact_match as module
-from mamba3.eval.exact_match import Miss, exact_match
+from mamba3.eval.exact_match import Miss, exact_match, scaled_accuracy
 
 TOKENIZER = tokenizer()
 
@@ -30,18 +30,7 @@ def test_score_by_hand(monkeypatch):
         "4-5": "-1$",
         "4-4": "$",
     }
-
-    def generate(model, input_ids, max_new_tokens, *, attention_mask, eos_token_id, pad_token_id):
-        new = []
-        for row, mask in zip(input_ids, attention_mask.bool(), strict=True):
-            prompt = TOKENIZER.decode(row[mask])
-            assert prompt.endswith("=")
-            answer = said[prompt[:-1]]
-            ids = TOKENIZER.encode(answer.rstrip("$")) + [eos_token_id] * answer.endswith("$")
-            new.append(ids + [pad_token_id] * (max_new_tokens - len(ids)))
-        return torch.cat([input_ids, torch.tensor(new)], dim=1)
-
-    monkeypatch.setattr(module, "generate", generate)
+    saying(said, monkeypatch)
     right = {"1+1": "2", "2+2": "4", "5+5": "10", "8+8": "16", "4-5": "-1", "4-4": "0"}
     problems = [Problem("add" if "+" in p else "subtract", p, a) for p, a in right.items()]
     result = exact_match(random_model(), TOKENIZER, problems, batch_size=4)
@@ -56,6 +45,66 @@ def test_score_by_hand(monkeypatch):
     ]
     fewer = exact_match(random_model(), TOKENIZER, problems, max_misses=1)
     assert fewer.misses == result.misses[:1]
+
+
+def saying(said, monkeypatch):
+    """Have models answer prompts with texts; "$" is their end."""
+
+    def generate(model, input_ids, max_new_tokens, *, attention_mask, eos_token_id, pad_token_id):
+        new = []
+        for row, mask in zip(input_ids, attention_mask.bool(), strict=True):
+            prompt = TOKENIZER.decode(row[mask])
+            assert prompt.endswith("=")
+            answer = said[prompt[:-1]]
+            ids = TOKENIZER.encode(answer.rstrip("$")) + [eos_token_id] * answer.endswith("$")
+            new.append((ids + [pad_token_id] * max_new_tokens)[:max_new_tokens])
+        return torch.cat([input_ids, torch.tensor(new)], dim=1)
+
+    monkeypatch.setattr(module, "generate", generate)
+
+
+def test_groups_form_and_chance(monkeypatch):
+    said = {
+        "12+9": "21$",
+        "19+1": "20$",
+        "19+9": "27$",
+        "123+1": "1+4$",
+        "p01": "1$",
+        "p011": "111",
+    }
+    saying(said, monkeypatch)
+    problems = [
+        Problem("sum", "12+9", "21", (("digits", 2), ("carries", 1))),
+        Problem("sum", "19+1", "20", (("digits", 2), ("carries", 1))),
+        Problem("sum", "19+9", "28", (("digits", 2), ("carries", 1))),
+        Problem("sum", "123+1", "124", (("digits", 3), ("carries", 0))),
+        Problem("parity", "p01", "1", (("symbols", 2),)),
+        Problem("parity", "p011", "0"),
+    ]
+    result = exact_match(
+        random_model(), TOKENIZER, problems, chance={"parity": 0.2}, well_formed=well_formed
+    )
+    assert result.overall == 3 / 6
+    assert result.per_task == {"sum": 2 / 4, "parity": 1 / 2}
+    assert result.per_group == {
+        "sum, 2 digits": 2 / 3, "sum, 1 carries": 2 / 3, "sum, 3 digits": 0, "sum, 0 carries": 0,
+        "parity, 2 symbols": 1,
+    }  # fmt: skip
+    assert result.n_per_group == {
+        "sum, 2 digits": 3, "sum, 1 carries": 3, "sum, 3 digits": 1, "sum, 0 carries": 1,
+        "parity, 2 symbols": 1,
+    }  # fmt: skip
+    assert result.scaled == {"parity": pytest.approx((0.5 - 0.2) / 0.8)}
+    assert (result.truncated, result.malformed) == (1, 2)
+    assert problems[0].group == "sum, 2 digits, 1 carries"
+    assert exact_match(random_model(), TOKENIZER, problems).malformed is None
+
+
+@pytest.mark.parametrize(
+    ("share", "chance", "scaled"), [(0.2, 0.2, 0), (1, 0.2, 1), (0.6, 0.2, 0.5), (0.25, 0.5, -0.5)]
+)
+def test_scaled_accuracy(share, chance, scaled):
+    assert scaled_accuracy(share, chance) == pytest.approx(scaled)
 
 
 def test_answers_are_those_of_greedy_decoding_one_by_one():
