@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .autograd import no_autocast
+from .autograd import first_order, no_autocast
+from .dispatch import on_kernels
 from .scan import checked_bounds
+from .selective import written
 
 
 @no_autocast
@@ -51,6 +53,9 @@ def causal_conv(
             f"expected x (B, L, D), weight (D, K) and a state {shape}, got {tuple(x.shape)}, "
             f"{tuple(weight.shape)} and {None if state is None else tuple(state.shape)}"
         )
+    if on_kernels(x, weight, bias, state):
+        tokens = tuple(bounds or range(0, batch * length + 1, length))
+        return _KernelConv.apply(x, weight, bias, state, tokens)
     wide = torch.promote_types(x.dtype, torch.float32)
     before = x.new_zeros(shape) if state is None else state.to(x.dtype)
     before = before.transpose(1, 2)
@@ -82,6 +87,16 @@ def causal_conv_step(
         x, weight, bias, state: as in `causal_conv`, without its dimension L.
         inplace: update the state's tensor and return it, recording no gradient.
     """
+    tensors = [t for t in (x, weight, bias, state) if t is not None]
+    differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    # The kernel has no backward pass.
+    if not torch.compiler.is_compiling() and not differentiated and on_kernels(*tensors):
+        from .triton.conv import step
+
+        before = state.contiguous()
+        after = before if inplace else torch.empty_like(before)
+        y = step(x, weight, bias, before, after)
+        return y, written(state, after) if inplace else after
     seen = torch.cat((state, x.unsqueeze(-1).to(state.dtype)), -1)
     y = _weighted(seen.unbind(-1), weight.to(state.dtype), bias)
     if inplace:
@@ -90,6 +105,37 @@ def causal_conv_step(
     else:
         state = seen[..., 1:]
     return F.silu(y).to(x.dtype), state
+
+
+class _KernelConv(torch.autograd.Function):
+    """The convolution on Triton's kernels; they compute in float32."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, state, bounds):
+        from .triton.conv import Conv
+        from .triton.launch import token_rows
+
+        ctx.dtypes = [None if t is None else t.dtype for t in (x, weight, bias, state)]
+        x = token_rows(x, 1)
+        weight, bias, state = (
+            None if t is None else t.float().contiguous() for t in (weight, bias, state)
+        )
+        ctx.conv = Conv(x, weight, bias is not None, bounds)
+        ctx.save_for_backward(x, weight, bias, state)
+        ctx.set_materialize_grads(False)
+        return ctx.conv.forward(x, weight, bias, state)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy, d_final):
+        x = ctx.saved_tensors[0]
+        dy = torch.zeros(x.shape, dtype=x.dtype, device=x.device) if dy is None else dy
+        d_final = None if d_final is None else d_final.contiguous()
+        grads = ctx.conv.backward(*ctx.saved_tensors, dy.contiguous(), d_final)
+        cast = (
+            None if t is None else t.to(dtype) for t, dtype in zip(grads, ctx.dtypes, strict=True)
+        )
+        return *cast, None
 
 
 def _weighted(lagged, weight: Tensor, bias: Tensor | None) -> Tensor:

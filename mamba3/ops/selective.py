@@ -23,11 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .autograd import first_order, no_autocast
-from .dispatch import backend
+from .dispatch import backend, on_kernels
 from .scan import checked_bounds
 
 # Elements of a chunk's decays: 1 MB in float32, so that the passes over a chunk stay in the cache.
 CHUNK_ELEMENTS = 1 << 18
+# Triton's kernels hold gradients of the maps of all N in registers; wider states run on torch.
+KERNEL_STATE = 128
 
 
 @no_autocast
@@ -79,10 +81,13 @@ def selective_scan(
     wide = torch.promote_types(x.dtype, torch.float32)
     bounds = None if cu_seqlens is None else checked_bounds(cu_seqlens, x)
     sequences = x.shape[0] if bounds is None else len(bounds) - 1
+    if h is not None and h.shape != (sequences, *a.shape):
+        raise ValueError(f"the state has shape {tuple(h.shape)}, expected {(sequences, *a.shape)}")
+    if on_kernels(x, dt, a, b, c, d, z, h) and a.shape[1] <= KERNEL_STATE:
+        tokens = bounds or range(0, x.shape[0] * x.shape[1] + 1, x.shape[1])
+        return _KernelScan.apply(x, dt, a, b, c, d, z, h, tuple(tokens), softplus)
     if h is None:
         h = x.new_zeros((sequences, *a.shape), dtype=wide)
-    elif h.shape != (sequences, *a.shape):
-        raise ValueError(f"the state has shape {tuple(h.shape)}, expected {(sequences, *a.shape)}")
     run = selective_scan_reference if backend(x.device) == "reference" else _ChunkedScan.apply
     values = x.to(wide)
     dt = F.softplus(dt.to(wide)) if softplus else dt.to(wide)
@@ -128,6 +133,16 @@ def selective_step(
     Returns:
         The output (B, D) in x's dtype, and the new state.
     """
+    tensors = [t for t in (x, dt, a, b, c, d, z, h) if t is not None]
+    differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    # The kernel has no backward pass.
+    if not torch.compiler.is_compiling() and not differentiated and on_kernels(*tensors):
+        from .triton.selective_step import step
+
+        before = h.contiguous()
+        after = before if inplace else torch.empty_like(before)
+        y = step(x, dt, a, b, c, d, z, before, after, softplus)
+        return y, written(h, after) if inplace else after
     values = x.to(h.dtype)
     dt = F.softplus(dt.to(h.dtype)) if softplus else dt.to(h.dtype)
     decay = torch.exp(dt.unsqueeze(-1) * a.to(h.dtype))
@@ -151,6 +166,39 @@ def selective_scan_reference(
         h = decay * h + (dt[:, t] * x[:, t])[..., None] * b[:, t, None]
         ys.append((h * c[:, t, None]).sum(-1))
     return torch.stack(ys, 1), h
+
+
+class _KernelScan(torch.autograd.Function):
+    """The scan with its skip and gate on Triton's kernels; they compute in float32."""
+
+    @staticmethod
+    def forward(ctx, x, dt, a, b, c, d, z, h, bounds, softplus):
+        from .triton.selective_launch import Inputs, SelectiveScan
+
+        ctx.dtypes = [None if t is None else t.dtype for t in (x, dt, a, b, c, d, z, h)]
+        inputs = Inputs.of(x, dt, a, b, c, d, z, h)
+        ctx.scan = SelectiveScan(inputs, bounds, softplus)
+        y, final, *kept = ctx.scan.forward(inputs, training=any(ctx.needs_input_grad))
+        ctx.save_for_backward(*inputs, *kept)
+        ctx.set_materialize_grads(False)
+        return y, final.mT.contiguous()
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy, d_final):
+        from .triton.selective_launch import Inputs
+
+        *inputs, maps, borders = ctx.saved_tensors
+        inputs = Inputs(*inputs)
+        dy = torch.zeros_like(inputs.x) if dy is None else dy
+        d_final = None if d_final is None else d_final.mT.contiguous()
+        grads = ctx.scan.backward(inputs, maps, borders, dy.contiguous(), d_final)
+        in_order = (getattr(grads, name) for name in ("x", "dt", "a", "b", "c", "d", "z", "h"))
+        cast = (
+            None if t is None else t.to(dtype)
+            for t, dtype in zip(in_order, ctx.dtypes, strict=True)
+        )
+        return *cast, None, None
 
 
 class _ChunkedScan(torch.autograd.Function):
@@ -225,6 +273,15 @@ def _run(decay: Tensor, states: Tensor, h: Tensor) -> Tensor:
     for t in range(len(states)):
         h = states[t].addcmul_(decay[t], h)
     return h
+
+
+def written(own: Tensor, after: Tensor) -> Tensor:
+    """The tensor itself, after a kernel has updated it, or a dense copy of it, in place."""
+    if own is not after:
+        own.copy_(after)
+    # A graph that saved this tensor for its backward pass must see that it has changed.
+    torch.autograd.graph.increment_version(own)
+    return own
 
 
 def _skip_and_gate(y: Tensor, x: Tensor, d: Tensor | None, z: Tensor | None) -> Tensor:

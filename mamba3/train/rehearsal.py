@@ -271,7 +271,7 @@ def _no_launches(account: Account) -> Iterator[None]:
 
     with (
         mock.patch.object(KernelInterface, "__getitem__", launch),
-        mock.patch.object(scan, "_multiprocessors", return_value=MULTIPROCESSORS),
+        mock.patch.object(scan, "multiprocessors", return_value=MULTIPROCESSORS),
         mock.patch.object(scan.Scan, "__init__", make_scan),
     ):
         yield

@@ -12,7 +12,8 @@ from mamba3.ops.recording import keep, keeping
 
 
 def test_the_layout_of_a_scan_outlives_its_cache():
-    from mamba3.ops.triton.scan import Scan, layout
+    from mamba3.ops.triton.layout import layout
+    from mamba3.ops.triton.scan import Scan
 
     tensors, _ = scan_inputs(length=9, heads=2, dtype=torch.float32)
     tensors = {k: v.detach().to(DEVICE).requires_grad_() for k, v in tensors.items()}

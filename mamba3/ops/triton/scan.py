@@ -16,6 +16,7 @@ from torch import Tensor
 from ..recording import keep
 from . import chunk, scan_backward, scan_forward
 from .launch import Launcher, compile_all, facts, stride_unit, token_stride
+from .layout import layout, multiprocessors
 
 # Walks per multiprocessor that a scan is cut into, as many as run at a time.
 PROGRAMS_PER_SM = 2
@@ -62,45 +63,6 @@ class Tiles:
     @property
     def chunk_size(self) -> int:
         return self.rows // self.br
-
-
-class Layout(NamedTuple):
-    """Where chunks and segments of chunks lie; see the legend of `chunk`."""
-
-    table: Tensor
-    segments: Tensor
-    sequences: Tensor
-
-
-@functools.lru_cache(maxsize=64)
-def layout(bounds: Sequence[int], size: int, per_sequence: int, device: torch.device) -> Layout:
-    """Lay sequences out in chunks of `size` tokens and about `per_sequence` segments each.
-
-    Kept, since it is read back to back by all layers of a model and all steps of a training run.
-    """
-    starts = torch.tensor(list(bounds))
-    counts = -(-starts.diff() // size)
-    first = counts.cumsum(0) - counts
-    per_segment = max(1, -(-int(counts.max()) // per_sequence))
-    segment_counts = (-(-counts // per_segment)).clamp(min=1)
-    segment_first = segment_counts.cumsum(0) - segment_counts
-    numbers = torch.arange(len(counts))
-
-    of = numbers.repeat_interleave(segment_counts)
-    within = torch.arange(len(of)) - segment_first[of]
-    begin = first[of] + within * per_segment
-    end = torch.minimum(begin + per_segment, (first + counts)[of])
-    opens, closes = within == 0, within == segment_counts[of] - 1
-    segments = torch.stack((begin, end, of, opens.long(), closes.long()), 1)
-
-    of = numbers.repeat_interleave(counts)
-    within = torch.arange(len(of)) - first[of]
-    segment = segment_first[of] + within // per_segment
-    begin = starts[of] + within * size
-    columns = (begin, starts[of + 1], segment, of, opens[segment].long(), closes[segment].long())
-    table = torch.stack(columns, 1)
-    sequences = (first, first + counts, segment_first, segment_first + segment_counts)
-    return Layout(*(t.to(device) for t in (table, segments, torch.stack(sequences, 1))))
 
 
 class Chunks(NamedTuple):
@@ -179,7 +141,7 @@ class Scan:
         )
         self.parts = triton.cdiv(self.headdim, tiles.block_p)
         walks = self.sequences * self.heads * self.parts
-        per_sequence = max(1, per_multiprocessor * _multiprocessors(device) // walks)
+        per_sequence = max(1, per_multiprocessor * multiprocessors(device) // walks)
         self.layout = layout(bounds, tiles.chunk_size, per_sequence, device)
         self.count, self.segments = len(self.layout.table), len(self.layout.segments)
 
@@ -239,7 +201,7 @@ class Scan:
 
     def chunks(self, inputs: Inputs, phase0: Tensor | None) -> tuple[Chunks, Tensor]:
         """Maps, weights and phases of all chunks, and the phase after every sequence."""
-        table, _, sequences = self.layout
+        table, sequences = self.layout.table, self.layout.sequences
         heads, size, angles, tokens = self.heads, self.tiles.chunk_size, self.angles, self.tokens
         b, c, dt, a, lam, rate = inputs[1:7]
         parts = 2 * self.rank * (heads // self.per_group)
@@ -280,7 +242,7 @@ class Scan:
             start: state (gradient) to start from, (sequences, H, P, N) float32; None is zeros.
                 It, like what is returned, has all real parts of the pairs before the imaginary.
         """
-        table, segments, sequences = self.layout
+        table, segments, sequences, _ = self.layout
         per_head, heads = self.headdim * self.d_state, self.heads
         bias = inputs.c_bias if reverse else inputs.b_bias
         inner = torch.empty(self.count * heads * per_head, dtype=self.dtype, device=self.device)
@@ -407,13 +369,6 @@ def config(kernel: str, device: torch.device) -> tuple[int, int]:
     """Warps and stages of a kernel; one stage on Blackwell, where more gave wrong numbers."""
     warps, stages = CONFIGS[kernel]
     return warps, stages if _can_pipeline(device) else 1
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
