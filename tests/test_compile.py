@@ -19,6 +19,7 @@ from compare import (
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from mamba3 import Mamba3Config, Mamba3LM, Mamba3State, TMamba3Layer, ops
+from mamba3.layers import MambaState, TMambaLayer
 
 COMPILER = "inductor" if DEVICE == "cuda" else "aot_eager"
 # What each backend is tested in: Triton's kernels leave float64 to the torch path.
@@ -89,6 +90,38 @@ def test_layer(options, dtype):
         return y, *final
 
     assert_same(run, tensors | dict(layer.named_parameters()), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_mamba_layer(packed, dtype):
+    """The Mamba-1 layer, from a state and with one, of one row or of several sequences in it."""
+    layer = randomise(TMambaLayer(8, d_state=2, device=DEVICE, dtype=dtype))
+    tensors = {"u": normal(1, 9, 8, dtype=dtype)}
+    for i, (name, t) in enumerate(layer.new_state(3 if packed else 1)._asdict().items()):
+        tensors[name] = normal(*t.shape, dtype=dtype, seed=i)
+    for t in tensors.values():
+        t.requires_grad_()
+    cu_seqlens = torch.tensor(BOUNDS, device=DEVICE) if packed else None
+
+    def run():
+        u, *state = tensors.values()
+        options = {"cu_seqlens": cu_seqlens, "return_state": True}
+        y, final = layer(u, state=MambaState(*state), **options)
+        return y, *final
+
+    assert_same(run, tensors | dict(layer.named_parameters()), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("op", ["selective_scan", "causal_conv"])
+def test_mamba_op_is_what_it_declares(op):
+    """Shapes, dtypes, strides, aliases and gradients, of views of wider rows."""
+    wide = normal(2, 5, 17).split((4, 4, 4, 2, 3), -1)
+    x, dt, z, b, _ = (t.detach().requires_grad_() for t in wide)
+    rest = {"selective_scan": (dt, -normal(4, 2).exp(), b, b, normal(4), z, normal(2, 4, 2))}
+    rest |= {"causal_conv": (normal(4, 3), normal(4), normal(2, 4, 2))}
+    given = (x, *rest[op], None, *([True] if op == "selective_scan" else []))
+    given = [t.detach().requires_grad_() if isinstance(t, torch.Tensor) else t for t in given]
+    torch.library.opcheck(getattr(torch.ops.mamba3, op).default, given)
 
 
 def scan_arguments(dtype, **options):

@@ -1,4 +1,4 @@
-"""What torch.compile sees of the scan, the step and the loss: opaque ops of `torch.library`.
+"""What torch.compile sees of the scans, the step and the loss: opaque ops of `torch.library`.
 
 Their eager forms loop over chunks, launch kernels or read the values of cu_seqlens, none of which
 can be traced. The body of an op is the public function itself, so it checks its arguments and
@@ -7,7 +7,7 @@ chooses its backend when the compiled code runs. Ops made of a few products are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,11 @@ _STEP_INPLACE = (
     f"{_TENSORS}, Tensor(a!) h, Tensor(b!) phase, Tensor(c!) k, Tensor(d!) x_prev, "
     "Tensor? state_indices, float norm_eps"
 )
+_SELECTIVE = (
+    "Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor? d, Tensor? z, Tensor? h, "
+    "Tensor? cu_seqlens, bool softplus"
+)
+_CONV = "Tensor x, Tensor weight, Tensor? bias, Tensor? state, Tensor? cu_seqlens"
 _LOSS = (
     "Tensor x, Tensor weight, Tensor labels, int ignore_index, bool wants_x, bool wants_weight, "
     "ScalarType? dtype=None"
@@ -96,70 +101,124 @@ def _run_scan(*args) -> tuple[Tensor, ...]:
     return y, *(final or ())
 
 
-@torch.library.custom_op("mamba3::scan", mutates_args=(), schema=f"({_SCAN}) -> Tensor[]")
-def _scan(*args):
-    return _owned(_run_scan(*args), args)
+def _run_again(
+    name: str, arguments: str, options: int, run: Callable[..., tuple], fake: Callable[..., list]
+) -> None:
+    """Register an op that keeps its arguments only: the backward pass runs it again.
+
+    Args:
+        name: of the op, under `torch.ops.mamba3`.
+        arguments: its schema's; tensors come first.
+        options: how many of them, at the end, are no tensors.
+        run: what it does.
+        fake: tensors like those that it returns.
+    """
+
+    @torch.library.custom_op(
+        f"mamba3::{name}", mutates_args=(), schema=f"({arguments}) -> Tensor[]"
+    )
+    def forward(*args):
+        return _owned(run(*args), args)
+
+    @torch.library.custom_op(
+        f"mamba3::{name}_backward",
+        mutates_args=(),
+        schema=f"(Tensor?[] grads, {arguments}, bool[] wanted) -> Tensor[]",
+    )
+    def backward(grads, *inputs):
+        *inputs, wanted = inputs
+        with (
+            # The dispatcher runs an op with autograd switched off below it.
+            torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False),
+            torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False),
+            torch.enable_grad(),
+        ):
+            leaves = {
+                i: inputs[i].detach().requires_grad_() for i, want in enumerate(wanted) if want
+            }
+            outputs = run(*(leaves.get(i, t) for i, t in enumerate(inputs)))
+            reached = [
+                (out, grad)
+                for out, grad in zip(outputs, grads, strict=True)
+                if grad is not None and out.requires_grad
+            ]
+            outputs, output_grads = zip(*reached, strict=True) if reached else ((), ())
+            found = torch.autograd.grad(
+                outputs, list(leaves.values()), output_grads, materialize_grads=True
+            )
+        return _owned(found, [*inputs, *grads])
+
+    def save(ctx, inputs, output):
+        tensors = len(inputs) - options
+        ctx.options = inputs[tensors:]
+        ctx.save_for_backward(*inputs[:tensors])
+        ctx.set_materialize_grads(False)
+
+    def gradients(ctx, grads):
+        wanted = ctx.needs_input_grad
+        found = iter(backward(grads, *ctx.saved_tensors, *ctx.options, wanted))
+        return tuple(next(found) if want else None for want in wanted)
+
+    forward.register_fake(fake)
+    forward.register_autograd(gradients, setup_context=save)
+
+    @backward.register_fake
+    def _(grads, *inputs):
+        *inputs, wanted = inputs
+        return [t.new_empty(t.shape) for t, want in zip(inputs, wanted, strict=True) if want]
 
 
-@_scan.register_fake
-def _(x, b, c, dt, a, lam, rate, *others):
+def _fake_scan(x, b, c, dt, a, lam, rate, *others):
     cu_seqlens, _, _, return_state = others[-4:]
     y = x.new_empty(x.shape)
     if not return_state:
         return [y]
-    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return [y, *Mamba3State.zeros_for(sequences, x, b, rate, device=x.device, dtype=wide)]
+    return [
+        y,
+        *Mamba3State.zeros_for(
+            _sequences(x, cu_seqlens), x, b, rate, device=x.device, dtype=_wide(x)
+        ),
+    ]
 
 
-def _save_scan(ctx, inputs, output):
-    *tensors, ctx.norm_eps, ctx.chunk_size, ctx.return_state = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.set_materialize_grads(False)
+def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
+    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
-def _scan_gradients(ctx, grads):
-    wanted = ctx.needs_input_grad
-    given = *ctx.saved_tensors, ctx.norm_eps, ctx.chunk_size, ctx.return_state
-    found = iter(torch.ops.mamba3.scan_backward(grads, *given, wanted))
-    return tuple(next(found) if want else None for want in wanted)
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
-_scan.register_autograd(_scan_gradients, setup_context=_save_scan)
+_run_again("scan", _SCAN, 3, _run_scan, _fake_scan)
 
 
-@torch.library.custom_op(
-    "mamba3::scan_backward",
-    mutates_args=(),
-    schema=f"(Tensor?[] grads, {_SCAN}, bool[] wanted) -> Tensor[]",
-)
-def _scan_backward(grads, *inputs):
-    """Run the scan again and differentiate it: it keeps its arguments only, on every backend."""
-    *inputs, wanted = inputs
-    with (
-        # The dispatcher runs an op with autograd switched off below it.
-        torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False),
-        torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False),
-        torch.enable_grad(),
-    ):
-        leaves = {i: inputs[i].detach().requires_grad_() for i, want in enumerate(wanted) if want}
-        outputs = _run_scan(*(leaves.get(i, t) for i, t in enumerate(inputs)))
-        reached = [
-            (out, grad)
-            for out, grad in zip(outputs, grads, strict=True)
-            if grad is not None and out.requires_grad
-        ]
-        outputs, output_grads = zip(*reached, strict=True) if reached else ((), ())
-        found = torch.autograd.grad(
-            outputs, list(leaves.values()), output_grads, materialize_grads=True
-        )
-    return _owned(found, [*inputs, *grads])
+def _run_selective(*args) -> tuple[Tensor, Tensor]:
+    from .selective import selective_scan
+
+    *tensors, h, cu_seqlens, softplus = args
+    return selective_scan(*tensors, softplus=softplus, h=h, cu_seqlens=cu_seqlens)
 
 
-@_scan_backward.register_fake
-def _(grads, *inputs):
-    *inputs, wanted = inputs
-    return [t.new_empty(t.shape) for t, want in zip(inputs, wanted, strict=True) if want]
+def _fake_selective(x, dt, a, b, c, d, z, h, cu_seqlens, softplus):
+    states = (_sequences(x, cu_seqlens), *a.shape)
+    return [x.new_empty(x.shape), x.new_empty(states, dtype=_wide(x))]
+
+
+_run_again("selective_scan", _SELECTIVE, 1, _run_selective, _fake_selective)
+
+
+def _run_conv(x, weight, bias, state, cu_seqlens) -> tuple[Tensor, Tensor]:
+    from .conv import causal_conv
+
+    return causal_conv(x, weight, bias, state=state, cu_seqlens=cu_seqlens)
+
+
+def _fake_conv(x, weight, bias, state, cu_seqlens):
+    states = (_sequences(x, cu_seqlens), weight.shape[0], weight.shape[1] - 1)
+    return [x.new_empty(x.shape), x.new_empty(states, dtype=_wide(x))]
+
+
+_run_again("causal_conv", _CONV, 0, _run_conv, _fake_conv)
 
 
 def _run_step(*args, **options) -> tuple[Tensor, Mamba3State]:

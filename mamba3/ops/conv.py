@@ -43,6 +43,8 @@ def causal_conv(
 
     Source: arXiv 2312.00752, figure 3 (the block's convolution).
     """
+    if torch.compiler.is_compiling():
+        return tuple(torch.ops.mamba3.causal_conv(x, weight, bias, state, cu_seqlens))
     batch, length, width = x.shape
     taps = weight.shape[-1]
     bounds = None if cu_seqlens is None else checked_bounds(cu_seqlens, x)
