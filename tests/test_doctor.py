@@ -4,12 +4,14 @@ import pytest
 import torch
 from compare import DEVICE
 
-from mamba3 import cli, doctor
+from mamba3 import cli, doctor, doctor_cases
 from mamba3.ops import chunk_scan, scan, step
+from mamba3.ops.triton import conv as conv_kernels
 from mamba3.ops.triton import gate as gate_kernels
 from mamba3.ops.triton import loss as loss_kernels
 from mamba3.ops.triton import norm as norm_kernels
 from mamba3.ops.triton import scan as scan_kernels
+from mamba3.ops.triton import selective_launch
 from mamba3.ops.triton import step as step_kernels
 from mamba3.ops.triton import streams as streams_kernels
 
@@ -20,12 +22,17 @@ OTHERS = {
     "rms_norm", "add_rms_norm", "complex_mul", "complex_add", "broadcast_streams", "mix_streams",
     "complex_state_update", "linear_cross_entropy",
 }  # fmt: skip
+MAMBA = {
+    "selective_scan, packed", "selective_step in place", "causal_conv, packed",
+    "causal_conv_step in place",
+}  # fmt: skip
 
 
 def test_a_sound_machine_passes_every_check():
     findings = list(doctor.check(DEVICE))
     assert [str(f) for f in findings if not f.ok] == []
-    ops = {(form, op) for form in ("SISO", "MIMO") for op in FORMS} | {("", op) for op in OTHERS}
+    ops = {(form, op) for form in ("SISO", "MIMO") for op in FORMS}
+    ops |= {("", op) for op in OTHERS | MAMBA}
     half = "bfloat16" if DEVICE == "cuda" else "float16"
     runs = [("torch", "float32"), ("torch", "bfloat16")]
     runs += [("triton", "float32"), ("triton", half)]
@@ -48,12 +55,12 @@ def failing(monkeypatch):
     """The findings that are not ok, of some ops on one backend in float32."""
 
     def run(backend, ops, form=None):
-        cases = doctor._cases
+        cases = doctor_cases.cases
 
         def some(device):
             return (c for c in cases(device) if c.op in ops and form in (None, c.form))
 
-        monkeypatch.setattr(doctor, "_cases", some)
+        monkeypatch.setattr(doctor_cases, "cases", some)
         monkeypatch.setattr(doctor, "_dtypes", lambda device, backend: [torch.float32])
         monkeypatch.setattr(doctor, "_backends", lambda device: [backend])
         return [f for f in doctor.check(DEVICE) if not f.ok]
@@ -69,7 +76,8 @@ def spoil(monkeypatch, owner, name, index=0, factor=1.01):
         result = sound(*args, **options)
         if isinstance(result, torch.Tensor):
             return result * factor
-        return type(result)(t * factor if i == index else t for i, t in enumerate(result))
+        made = (t * factor if i == index else t for i, t in enumerate(result))
+        return getattr(type(result), "_make", type(result))(made)
 
     monkeypatch.setattr(owner, name, broken)
 
@@ -137,6 +145,19 @@ def test_a_fault_of_another_kernel_is_found(monkeypatch, failing, module, name, 
     assert {f.what for f in failing("triton", OTHERS | FORMS - SCANS)} == expected
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "index", "expected"),
+    [
+        (selective_launch.SelectiveScan, "forward", 0, {"selective_scan, packed"}),
+        (selective_launch.SelectiveScan, "backward", 2, {"selective_scan, packed"}),
+        (conv_kernels.Conv, "backward", 1, {"causal_conv, packed"}),
+    ],
+)
+def test_a_fault_of_a_mamba_kernel_is_found(monkeypatch, failing, owner, name, index, expected):
+    spoil(monkeypatch, owner, name, index)
+    assert {f.what for f in failing("triton", MAMBA)} == expected
+
+
 def test_a_kernel_that_does_not_launch_is_a_finding(monkeypatch, failing):
     def broken(*args):
         raise RuntimeError("out of resource: shared memory\nmore")
@@ -176,9 +197,9 @@ def test_configurations_are_those_of_the_launchers(monkeypatch):
     printed = "\n".join(doctor.configurations(DEVICE))
     assert "states  8 warps, 3 stages\n" in printed
     assert "inputs  4 warps, 1 stages" in printed
-    monkeypatch.setattr(scan_kernels, "_can_pipeline", lambda device: False)
+    monkeypatch.setattr(scan_kernels, "can_pipeline", lambda device: False)
     assert "states  8 warps, 1 stages\n" in "\n".join(doctor.configurations(DEVICE))
-    sizes = doctor.Sizes.on(torch.device(DEVICE))
+    sizes = doctor_cases.Sizes.on(torch.device(DEVICE))
     widths = (4, sizes.headdim, sizes.d_state, sizes.angles, torch.float32, None)
     tiles = scan_kernels.Tiles.of(*widths)
     assert f"MIMO R=4 float32   tiles of {tiles.rows} rows, {tiles.chunk_size} tokens" in printed

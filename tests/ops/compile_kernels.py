@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mamba3.ops.loss import empty_logits
-from mamba3.ops.triton import loss
+from mamba3.ops.triton import conv, loss, selective_launch, selective_step
 from mamba3.ops.triton import scan as launchers
 from mamba3.optim import Rails
 from mamba3.optim.adamw import AdamWList
@@ -43,6 +43,11 @@ LOSSES = {
     "loss": {"rows": 4, "vocab": 128256, "dtype": torch.bfloat16},
     "loss-float32": {"rows": 3, "vocab": 50257, "dtype": torch.float32},
     "loss-odd": {"rows": 3, "vocab": 21, "dtype": torch.float16},
+}
+MAMBA = {
+    "mamba": {"dtype": torch.bfloat16, "d_state": 16},
+    "mamba-float32": {"dtype": torch.float32, "d_state": 16},
+    "mamba-wide": {"dtype": torch.float16, "d_state": 128},
 }
 UPDATES = {
     "updates": {"shape": (96, 64), "stored": torch.float32},
@@ -82,6 +87,8 @@ class Compiler:
             constants["FAST"] = True
         if "PRECISION" in constants:
             constants["PRECISION"] = "tf32x3"
+        if "DOT" in constants:
+            constants["DOT"] = args[0].dtype != torch.float32
         names = kernel.arg_names
         assert len(args) + len(constants) == len(names), kernel.__name__
         signature = {
@@ -214,6 +221,31 @@ def compile_loss(capability: int, rows, vocab, dtype) -> None:
         Compiler(capability)(loss.cross_entropy_kernel, (rows,), *args, **constants)
 
 
+def compile_mamba(capability: int, dtype, d_state) -> None:
+    """Mamba-1's scan and convolution, forward and backward, in segments, with states; a step."""
+    compiler = Compiler(capability)
+    for module in (selective_launch, conv, selective_step):
+        module.launch = compiler
+    selective_launch.PROGRAMS_PER_SM = 100
+    bounds, width = (0, 80, 200), 192
+    wide = torch.zeros(1, 200, 2 * width, dtype=dtype)
+    x, z = wide.split(width, -1)
+    maps = torch.zeros(1, 200, d_state, dtype=dtype)
+    a, h = -torch.ones(width, d_state), torch.zeros(2, width, d_state)
+    call = x, x, a, maps, maps, torch.ones(width), z, h
+    inputs = selective_launch.Inputs.of(*call)
+    scan = selective_launch.SelectiveScan(inputs, bounds, True)
+    y, final, *kept = scan.forward(inputs, training=True)
+    scan.backward(inputs, *kept, y, final)
+    weight, bias, state = torch.zeros(width, 4), torch.zeros(width), torch.zeros(2, width, 3)
+    own = conv.Conv(x, weight, True, bounds)
+    y, final = own.forward(x, weight, bias, state)
+    own.backward(x, weight, bias, state, y, final)
+    token = x[0, :2], x[0, :2], a, maps[0, :2], maps[0, :2], bias, z[0, :2]
+    selective_step.step(*token, h, h, True)
+    conv.step(x[0, :2], weight, bias, state, state)
+
+
 def options_of(capability: int, **given) -> Options:
     """Options of an optimizer whose kernels are compiled."""
     compiler = Compiler(capability)
@@ -257,6 +289,8 @@ if __name__ == "__main__":
     for name in sys.argv[2:]:
         if name in LOSSES:
             compile_loss(int(sys.argv[1]), **LOSSES[name])
+        elif name in MAMBA:
+            compile_mamba(int(sys.argv[1]), **MAMBA[name])
         elif name in UPDATES:
             compile_updates(int(sys.argv[1]), **UPDATES[name])
         elif name in ADAMW:

@@ -57,6 +57,19 @@ def test_loss_compiles_within_shared_memory(capability, form):
     assert max(one["shared"] for one in found) <= 99 * 1024, found
 
 
+@pytest.mark.parametrize(
+    ("capability", "form"), [(80, "mamba-float32"), (90, "mamba"), (90, "mamba-wide")]
+)
+def test_mamba_compiles_within_shared_memory(capability, form):
+    found = [json.loads(line) for line in run(capability, form)]
+    names = ["maps_kernel", "ends_kernel", "forward_kernel"]
+    names += ["ends_kernel", "backward_kernel", "map_gradients_kernel"]
+    names += ["forward_kernel", "ends_kernel", "backward_kernel", "ends_kernel"]
+    assert [one["kernel"] for one in found] == [*names, "step_kernel", "step_kernel"]
+    assert not any(one["unset"] for one in found), found
+    assert max(one["shared"] for one in found) <= 99 * 1024, found
+
+
 @pytest.mark.parametrize("capability", [80, 90])
 def test_updates_compile_within_shared_memory(capability):
     lines = run(capability, "updates", "updates-bits", "updates-odd")

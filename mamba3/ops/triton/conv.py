@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..recording import keep
-from .launch import OPTIONS, on_device, token_stride
+from .launch import launch, on_device, token_stride
 from .layout import layout
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -224,9 +224,10 @@ class Conv:
         constants = self.constants | {"HAS_STATE": state is not None}
         with on_device(x):
             if self.chunks:
-                forward_kernel[(self.chunks, self.blocks)](
+                launch(
+                    forward_kernel, (self.chunks, self.blocks),
                     *given, self.layout.table, self.layout.sequences, y, *self.sizes,
-                    **constants, T=CHUNK, **OPTIONS,
+                    **constants, T=CHUNK,
                 )  # fmt: skip
             final = self._ends(given, x, None, constants, backward=False)
         return y, final
@@ -240,10 +241,11 @@ class Conv:
         constants = self.constants | {"HAS_STATE": state is not None}
         with on_device(x):
             if self.chunks:
-                backward_kernel[(self.chunks, self.blocks)](
+                launch(
+                    backward_kernel, (self.chunks, self.blocks),
                     *given, self.layout.table, self.layout.sequences, dy,
                     dy if d_final is None else d_final, dx, d_params, *self.sizes,
-                    **constants, T=CHUNK, HAS_FINAL=d_final is not None, **OPTIONS,
+                    **constants, T=CHUNK, HAS_FINAL=d_final is not None,
                 )  # fmt: skip
             d_state = None
             if state is not None:
@@ -253,9 +255,10 @@ class Conv:
 
     def _ends(self, given, dy, d_final, constants, *, backward: bool) -> Tensor:
         out = self._floats(self.sequences, self.channels, self.constants["K"] - 1)
-        ends_kernel[(self.sequences, self.blocks)](
+        launch(
+            ends_kernel, (self.sequences, self.blocks),
             *given, self.layout.bounds, dy, dy if d_final is None else d_final, out, *self.sizes,
-            **constants, HAS_FINAL=d_final is not None, BACKWARD=backward, num_warps=1, **OPTIONS,
+            **constants, HAS_FINAL=d_final is not None, BACKWARD=backward, num_warps=1,
         )  # fmt: skip
         return out
 
@@ -273,8 +276,9 @@ def step(x, weight, bias, state, out) -> Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
     weight = weight.contiguous()
     with on_device(x):
-        step_kernel[(batch, triton.cdiv(channels, 128))](
+        launch(
+            step_kernel, (batch, triton.cdiv(channels, 128)),
             x, state, weight, weight if bias is None else bias, y, out, x.stride(0), channels,
-            K=weight.shape[1], BLOCK_D=128, HAS_BIAS=bias is not None, **OPTIONS,
+            K=weight.shape[1], BLOCK_D=128, HAS_BIAS=bias is not None,
         )  # fmt: skip
     return y

@@ -23,6 +23,11 @@ def on_device(t: Tensor):
     return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()
 
 
+def launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:
+    """Launch a kernel on tensors of the current device."""
+    kernel[grid](*args, **constants, **OPTIONS)
+
+
 def stride_unit(*strides: int) -> int:
     """The largest power of two up to 16 that divides every stride.
 

@@ -1,4 +1,4 @@
-"""Where chunks of tokens, and segments of chunks, lie in the tokens of all sequences."""
+"""Where chunks of tokens, and segments of chunks, lie in the tokens of all sequences; devices."""
 
 from __future__ import annotations
 
@@ -60,3 +60,9 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def can_pipeline(device: torch.device) -> bool:
+    """Whether loads may be made ahead: on Blackwell that gave wrong numbers."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 10

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..recording import keep
 from . import chunk, scan_backward, scan_forward
 from .launch import Launcher, compile_all, facts, stride_unit, token_stride
-from .layout import layout, multiprocessors
+from .layout import can_pipeline, layout, multiprocessors
 
 # Walks per multiprocessor that a scan is cut into, as many as run at a time.
 PROGRAMS_PER_SM = 2
@@ -368,9 +368,4 @@ def _shaped(buffer: Tensor, *shape: int) -> Tensor:
 def config(kernel: str, device: torch.device) -> tuple[int, int]:
     """Warps and stages of a kernel; one stage on Blackwell, where more gave wrong numbers."""
     warps, stages = CONFIGS[kernel]
-    return warps, stages if _can_pipeline(device) else 1
-
-
-@functools.cache
-def _can_pipeline(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 10
+    return warps, stages if can_pipeline(device) else 1

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..recording import keep
 from . import selective
-from .launch import OPTIONS, on_device, token_rows, token_stride
-from .layout import Layout, layout, multiprocessors
+from .launch import launch, on_device, token_rows, token_stride
+from .layout import can_pipeline, layout, multiprocessors
 
 # Tokens of a chunk. A thread keeps some ten numbers for each of them.
 CHUNK = 16
@@ -77,16 +77,17 @@ class SelectiveScan:
         self.sequences = len(bounds) - 1
         walks = max(1, self.sequences * self.blocks)
         per_sequence = max(1, PROGRAMS_PER_SM * multiprocessors(x.device) // walks)
-        self.layout: Layout = layout(bounds, CHUNK, per_sequence, x.device)
+        self.layout = layout(bounds, CHUNK, per_sequence, x.device)
         keep(self.layout)
         self.chunks, self.segments = len(self.layout.table), len(self.layout.segments)
         strides = (None if t is None else token_stride(t.shape, t.stride(), 1)
                    for t in (x, inputs.z, inputs.dt))  # fmt: skip
         self.strides = [stride or 0 for stride in strides]
+        stages = STAGES if can_pipeline(x.device) else 1
         self.tile = {
             "N": self.d_state, "T": CHUNK, "BLOCK_D": BLOCK_D, "SOFTPLUS": softplus,
-            "GATE": inputs.z is not None, "STAGES": STAGES,
-            "num_warps": WARPS,
+            "GATE": inputs.z is not None, "STAGES": stages,
+            "num_warps": WARPS, "num_stages": stages,
         }  # fmt: skip
         self.skip = inputs.d is not None
 
@@ -103,15 +104,17 @@ class SelectiveScan:
         strides = [token_stride(t.shape, t.stride(), 1) for t in (b, c)]
         with on_device(x):
             if self.chunks:
-                selective.maps_kernel[(self.chunks,)](
+                launch(
+                    selective.maps_kernel, (self.chunks,),
                     b, c, self.layout.table, maps, *strides, b.stride(-1), c.stride(-1),
-                    N=self.d_state, T=CHUNK, BLOCK_N=block_n, num_warps=1, **OPTIONS,
+                    N=self.d_state, T=CHUNK, BLOCK_N=block_n, num_warps=1,
                 )  # fmt: skip
             ends, total = self._ends(inputs, maps, x, reverse=False)
-            selective.forward_kernel[(self.segments, self.blocks)](
+            launch(
+                selective.forward_kernel, (self.segments, self.blocks),
                 x, _or(z, x), dt, a, _or(d, a), maps, *self.layout[:2], ends, total, _or(h, a), y,
                 borders, final, *self.strides, self.channels, 1,
-                **self.tile, SKIP=self.skip, HAS_START=h is not None, KEEP=training, **OPTIONS,
+                **self.tile, SKIP=self.skip, HAS_START=h is not None, KEEP=training,
             )  # fmt: skip
         return y, final, maps, borders
 
@@ -137,17 +140,19 @@ class SelectiveScan:
         dot = native and x.dtype != torch.float32
         with on_device(x):
             ends, total = self._ends(inputs, maps, dy, reverse=True)
-            selective.backward_kernel[(self.segments, self.blocks)](
+            launch(
+                selective.backward_kernel, (self.segments, self.blocks),
                 x, _or(z, x), dt, a, _or(d, a), maps, *self.layout[:2], ends, total, dy,
                 _or(d_final, a), borders, dx, _or(dz, dx), d_dt, d_a, d_d, d_maps, d_h, d_start,
                 *self.strides, self.channels, self.chunks, 1,
                 **self.tile, BLOCK_N=block_n, SKIP=self.skip, HAS_START=h is not None,
-                HAS_FINAL=d_final is not None, DOT=dot, **OPTIONS,
+                HAS_FINAL=d_final is not None, DOT=dot,
             )  # fmt: skip
             if self.chunks:
-                selective.map_gradients_kernel[(self.chunks, 2)](
+                launch(
+                    selective.map_gradients_kernel, (self.chunks, 2),
                     d_maps, self.layout.table, d_b, d_c, self.blocks, self.chunks,
-                    N=self.d_state, T=CHUNK, BLOCK_N=block_n, num_warps=1, **OPTIONS,
+                    N=self.d_state, T=CHUNK, BLOCK_N=block_n, num_warps=1,
                 )  # fmt: skip
         d_d = d_d.sum(0) if self.skip else None
         d_start = None if h is None else d_start.mT
@@ -159,10 +164,11 @@ class SelectiveScan:
         total = self._floats(self.segments, self.channels)
         if self.segments > self.sequences:
             x_stride, z_stride, dt_stride = self.strides
-            selective.ends_kernel[(self.segments, self.blocks)](
+            launch(
+                selective.ends_kernel, (self.segments, self.blocks),
                 rows, _or(inputs.z, rows), inputs.dt, inputs.a, maps, *self.layout[:2], ends, total,
                 self.channels if reverse else x_stride, z_stride, dt_stride, self.channels, 1,
-                **self.tile, REVERSE=reverse, **OPTIONS,
+                **self.tile, REVERSE=reverse,
             )  # fmt: skip
         return ends, total
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import OPTIONS, on_device
+from .launch import launch, on_device
 from .selective import LOG2E, steps
 
 # Elements of the state that a program has.
@@ -58,10 +58,11 @@ def step(x, dt, a, b, c, d, z, h, out, softplus: bool) -> Tensor:
     block_n = triton.next_power_of_2(d_state)
     block_d = max(1, TILE // block_n)
     with on_device(x):
-        step_kernel[(batch, triton.cdiv(channels, block_d))](
+        launch(
+            step_kernel, (batch, triton.cdiv(channels, block_d)),
             x, dt, a.contiguous(), b, c, a if d is None else d.contiguous(), x if z is None else z,
             h, y, out, *((x if t is None else t).stride(0) for t in (x, dt, b, c, z)), channels,
             N=d_state, BLOCK_D=block_d, BLOCK_N=block_n, SOFTPLUS=softplus, GATE=z is not None,
-            SKIP=d is not None, **OPTIONS,
+            SKIP=d is not None,
         )  # fmt: skip
     return y
