@@ -161,7 +161,7 @@ class _Rows(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Some batches, as a model gets them."""
+    """Some batches, as a model gets them but for the type."""
 
     number: int
     ids: np.ndarray
@@ -210,10 +210,10 @@ class CurriculumStream:
         if self._made is None or self._made.number != number:
             self._made = self._block(number)
         rows = slice(place * self.batch_size, (place + 1) * self.batch_size)
-        # Copies, so that what is done to a batch stays out of what the next call gives.
-        ids, labels = self._made.ids[rows].copy(), self._made.labels[rows].copy()
+        ids, labels = self._made.ids[rows], self._made.labels[rows]
         n_tokens = int(np.count_nonzero(ids != self.tokenizer.pad_token_id))
-        return Batch(torch.from_numpy(ids), torch.from_numpy(labels), n_tokens)
+        ids, labels = (torch.from_numpy(each.astype(np.int64)) for each in (ids, labels))
+        return Batch(ids, labels, n_tokens)
 
     def problems(self, index: int) -> list[Problem]:
         """The problems of batch number `index`."""
@@ -240,7 +240,9 @@ class CurriculumStream:
             order = rng.permutation(n + extra)
             order = order[~_held_out(natural)[order]][:n]
             if len(order) == n:
-                return _Rows(*(None if array is None else array[order] for array in drawn))
+                return _Rows(
+                    *(None if each is None else each.take(order, axis=0) for each in drawn)
+                )
             # There are so few problems of these sizes that much more than a tenth is held out.
             extra *= 4
             if extra > 100 * n:
@@ -300,7 +302,7 @@ def _encoded(
     width: int,
     tokenizer: CharTokenizer,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and labels (n, width) int64 of whole problems, as `collate` makes them.
+    """Ids and labels (n, width) int32 of whole problems, as `collate` makes them.
 
     Where there are running values, the label after a character is the value so far.
     """
@@ -308,20 +310,20 @@ def _encoded(
     first, last = np.full((n, 1), BOS, np.uint8), np.full((n, 1), EOS, np.uint8)
     rows = np.hstack([first, prompts, constant(PROMPT_SUFFIX, n), answers, last])
     chars, table = squeezed(rows, width), _id_table(tokenizer)
-    ids, at = table[chars], np.arange(width)
-    ends = np.count_nonzero(prompts, axis=1)[:, None] + 2
-    labels = np.where((at >= ends) & (chars != 0), ids, IGNORE)
+    ids, at = table.take(chars), np.arange(width, dtype=np.int16)
+    ends = np.count_nonzero(prompts, axis=1).astype(np.int16)[:, None] + np.int16(2)
+    labels = np.where((at >= ends) & (chars != 0), ids, np.int32(IGNORE))
     if running is not None:
         values = np.zeros_like(rows)
         values[:, 1 : running.shape[1] + 1] = running
         values = squeezed(values, width, by=rows)[:, :-1]
-        np.copyto(labels[:, 1:], table[values], where=values != 0)
+        np.copyto(labels[:, 1:], table.take(values), where=values != 0)
     return ids, labels
 
 
 def _id_table(tokenizer: CharTokenizer) -> np.ndarray:
     """The id of each character code."""
-    table = np.zeros(256, np.int64)
+    table = np.zeros(256, np.int32)
     for text in CHARACTERS:
         [table[ord(text)]] = tokenizer.encode(text)
     special = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)

@@ -17,7 +17,7 @@ from numpy.random import Generator
 from mamba3.data import state_tasks
 from mamba3.data.arithmetic_forms import Form
 from mamba3.data.characters import constant
-from mamba3.data.numbers import Numbers, numbers, numbers_of, pairs, random_numbers
+from mamba3.data.numbers import Numbers, numbers, numbers_of, pairs, places, random_numbers
 
 MAX_DIGITS = 4  # of stage 1
 
@@ -39,7 +39,7 @@ class Drawn(NamedTuple):
 
     def take(self, rows: np.ndarray) -> Drawn:
         """Some of the problems."""
-        arrays = (None if a is None else a[rows] for a in self[:4])
+        arrays = (None if a is None else a.take(rows, axis=0) for a in self[:4])
         return Drawn(*arrays, {name: values[rows] for name, values in self.traits.items()})
 
 
@@ -89,10 +89,9 @@ def _reverse(rng: Generator, n: int, form: Form, sizes: np.ndarray) -> Drawn:
 def _successor(rng: Generator, n: int, form: Form, sizes: np.ndarray) -> Drawn:
     """Half of the numbers end in 9s; 9999 is not asked."""
     number = _number_draw(rng, n)
-    nines = 1 + (rng.random(n) * number.lengths).astype(np.intp)
-    at = np.arange(MAX_DIGITS) < (nines * (rng.random(n) < 0.5))[:, None]
-    digits = np.where(at, np.uint8(9), number.digits)
-    digits[(digits == 9).all(axis=1), -1] = 8
+    nines = (1 + (rng.random(n) * number.lengths).astype(np.int16)) * (rng.random(n) < 0.5)
+    digits = np.where(places(MAX_DIGITS) < nines, np.uint8(9), number.digits)
+    digits[-1, (digits == 9).all(axis=0)] = 8
     number = Numbers(digits, number.lengths)
     after = numbers_of(number.values() + 1, MAX_DIGITS)
     return _of_one("s", number, after.from_first())
@@ -103,16 +102,15 @@ def _compare(rng: Generator, n: int, form: Form, sizes: np.ndarray) -> Drawn:
 
     After what they share, the next digit is often one more or less.
     """
-    a, b, other = (_number_draw(rng, n) for _ in range(3))
-    shared = (rng.random(n) * a.lengths).astype(np.intp)
-    places = a.lengths[:, None] - 1 - np.arange(MAX_DIGITS)  # from the first digit, -1 beyond
-    digits = np.where(places < shared[:, None], a.digits, other.digits)
-    step = rng.integers(0, 2, n, np.int8) * 2 - 1
-    near = np.clip(a.digits.astype(np.int8) + step[:, None], 0, 9).astype(np.uint8)
-    at = (places == shared[:, None]) & (rng.random(n) < 0.5)[:, None]
-    digits = np.where(at, near, digits) * (places >= 0)
+    a, other = (_number_draw(rng, n) for _ in range(2))
+    shared = (rng.random(n) * a.lengths).astype(np.int16)
+    at = a.lengths - 1 - places(MAX_DIGITS)  # counted from the first digit; negative beyond
+    digits = np.where(at < shared, a.digits, rng.integers(0, 10, (MAX_DIGITS, n), np.uint8))
+    step = rng.integers(0, 2, n, np.int8) * np.int8(2) - np.int8(1)
+    near = np.clip(a.digits.view(np.int8) + step, 0, 9).view(np.uint8)
+    np.copyto(digits, near, where=(at == shared) & (rng.random(n) < 0.5))
     kind = rng.random(n)
-    b = b.where(kind < 0.2, numbers(digits).where(kind < 0.9, a))
+    b = other.where(kind < 0.2, numbers(digits * (at >= 0)).where(kind < 0.9, a))
     sign = np.sign(b.values() - a.values())
     prompts = np.hstack([a.from_first(), constant("?", n), b.from_first()])
     return Drawn(prompts, prompts, np.frombuffer(b">=<", np.uint8)[sign + 1][:, None])
@@ -188,15 +186,15 @@ def _minus(rng: Generator, n: int, form: Form, sizes: np.ndarray) -> Drawn:
 
 def _chain(rng: Generator, n: int, form: Form, sizes: np.ndarray) -> Drawn:
     a, b, total = _without_carry(rng, n)
-    digits = (rng.random(total.digits.shape) * (total.digits + 1)).astype(np.uint8)
     # Of two digits where that can be, and neither of fewer nor with a 0 in front.
-    short = (rng.random(n) < 0.5) & (total.digits[:, 1] > 0)
-    lengths = np.where(short, 2, total.lengths)
-    at = np.arange(digits.shape[1])
-    first = 1 + (rng.random(digits.shape) * total.digits).astype(np.uint8)
-    digits = np.where(at == lengths[:, None] - 1, first, digits) * (at < lengths[:, None])
-    c = Numbers(digits.astype(np.uint8), lengths)
-    rest = numbers(total.digits - c.digits)
+    short = (rng.random(n) < 0.5) & (total.digits[1] > 0)
+    lengths, at = np.where(short, np.int16(2), total.lengths), places(len(total.digits))
+    any_digit, first = (
+        least + (rng.random(total.digits.shape) * (total.digits + 1 - least)).astype(np.uint8)
+        for least in (np.uint8(0), np.uint8(1))
+    )
+    digits = np.where(at == lengths - 1, first, any_digit) * (at < lengths)
+    c, rest = Numbers(digits, lengths), numbers(total.digits - digits)
     return Drawn(**_expression(form, "+-", [a, b, c], answers=_result(form, rest)))
 
 
@@ -210,7 +208,7 @@ def _without_carry(rng: Generator, n: int) -> tuple[Numbers, Numbers, Numbers]:
     """Two numbers of 2 or 3 digits in either order, and their sum."""
     lengths, others = _two_or_three(rng, n)
     a, b, total = pairs(rng, lengths, others, np.zeros(n, np.intp), minus=False)
-    total = Numbers(total.digits[:, :-1], total.lengths)
+    total = Numbers(total.digits[:-1], total.lengths)
     return *_in_any_order(rng, a, b)[:2], total
 
 
@@ -226,7 +224,7 @@ def _carry(sign: str, rng: Generator, n: int, form: Form, sizes: np.ndarray) -> 
     carries = (rng.random(n) * (sizes + 1 - minus)).astype(np.intp)
     a, b, result = pairs(rng, sizes, others, carries, minus=minus)
     a, b, swapped = _in_any_order(rng, a, b)
-    negative = swapped & result.digits.any(axis=1) if minus else None
+    negative = swapped & result.digits.any(axis=0) if minus else None
     answers = _result(form, result, negative)
     traits = {"digits": sizes, "carries": carries}
     return Drawn(**_expression(form, sign, [a, b], answers=answers, traits=traits))
@@ -242,12 +240,11 @@ def _times(rng: Generator, n: int, form: Form, sizes: np.ndarray) -> Drawn:
 
 def _product(a: Numbers, b: Numbers) -> Numbers:
     """A number times a single digit, place by place."""
-    places = a.digits.shape[1] + 1
-    digits, carry = np.zeros((len(a.digits), places), np.uint8), 0
-    for place in range(places):
-        value = carry + (a.digits[:, place] * b.digits[:, 0] if place < places - 1 else 0)
-        carry, digits[:, place] = np.divmod(value, 10)
-    return numbers(digits)
+    digits, carry = [], np.zeros(len(a.lengths), np.uint8)
+    for place in a.digits:
+        carry, digit = np.divmod(place * b.digits[0] + carry, 10)
+        digits.append(digit)
+    return numbers(np.stack([*digits, carry]))
 
 
 def _partial(rng: Generator, n: int, form: Form, sizes: np.ndarray) -> Drawn:

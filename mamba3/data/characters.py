@@ -30,8 +30,9 @@ def texts(chars: np.ndarray) -> list[str]:
 def squeezed(chars: np.ndarray, width: int, by: np.ndarray | None = None) -> np.ndarray:
     """Rows without their gaps, in a matrix of `width`; or what lies where `by` has no gaps."""
     present = (chars if by is None else by) != 0
+    counts = present.view(np.uint8).sum(axis=1, dtype=np.int16)
     out = np.zeros((len(chars), width), chars.dtype)
-    out[np.arange(width) < np.count_nonzero(present, axis=1)[:, None]] = chars[present]
+    out[np.arange(width, dtype=np.int16) < counts[:, None]] = chars[present]
     return out
 
 

@@ -60,7 +60,7 @@ def test_numbers_of_values():
     assert texts(told.from_first()) == [str(v) for v in values]
     assert texts(told.from_ones()) == [str(v)[::-1] for v in values]
     assert texts(told.from_ones(np.full(6, 5))) == [str(v)[::-1].ljust(5, "0") for v in values]
-    other = numbers(told.digits[::-1]).where(values > 7, told)
+    other = numbers(told.digits[:, ::-1]).where(values > 7, told)
     assert other.values().tolist() == [0, 7, 120, 10, 7, 0]
 
 

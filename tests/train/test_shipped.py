@@ -29,7 +29,8 @@ def test_stage_1_on_held_out_problems_and_all_facts_of_stage_2():
 
     card = ModelCard.load(resolve(NAME) / "README.md")
     told = {entry.dataset_config: entry.metric_value for entry in card.data.eval_results}
-    assert told == pytest.approx(digits.per_task | facts.per_task, abs=2e-3)
+    # Other problems than those of the card: three standard deviations of its least share.
+    assert told == pytest.approx(digits.per_task | facts.per_task, abs=5e-3)
     overall = sum(told[task] * (100 if task in facts.per_task else 500) for task in told) / 2200
     assert f"| all | 2200 | {math.floor(overall * 1e4) / 100:.2f} % |" in card.text
 

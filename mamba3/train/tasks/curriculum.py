@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from mamba3.data import arithmetic
+from mamba3.data.arithmetic_forms import prompt_to_model
 from mamba3.data.arithmetic_tasks import TASKS
 from mamba3.data.problems import collate
 from mamba3.eval.exact_match import exact_match
@@ -39,7 +40,7 @@ class Curriculum:
             data=f"{self._what()} of the arithmetic curriculum",
             units="problems",
             measured_on=self._measured_on(),
-            example=self.problems[0].prompt if data.tasks or 2 not in data.stages else "7+8",
+            example=self._example(),
             tags=("arithmetic",),
         )
 
@@ -50,6 +51,12 @@ class Curriculum:
         if (data.answer_order, data.operands) != ("msd_first", "plain"):
             form = f", answers {data.answer_order} and operands {data.operands},"
         return f"stages {data.stages}{tasks}{form}"
+
+    def _example(self) -> str:
+        data = self.recipe.data
+        if data.tasks or 2 not in data.stages:
+            return self.problems[0].prompt
+        return prompt_to_model("7+8", data.problems.form)
 
     def _measured_on(self) -> str:
         tasks = [task.name for task in self.recipe.data.problems.tasks_of(self.recipe.data.stages)]
