@@ -12,7 +12,9 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the message is for machines without a GPU")
-@pytest.mark.parametrize("script", ["bench_gpu.py", "bench_optimizer.py", "bench_training.py"])
+@pytest.mark.parametrize(
+    "script", ["bench_gpu.py", "bench_mamba.py", "bench_optimizer.py", "bench_training.py"]
+)
 def test_a_benchmark_of_a_gpu_says_what_it_needs(script):
     done = subprocess.run(
         [sys.executable, SCRIPTS / script], capture_output=True, text=True, check=False
