@@ -87,42 +87,46 @@ def exact_match(
         prompts = [p.prompt for p in problems[first : first + batch_size]]
         made += _generate_ids(model, tokenizer, prompts, max_new_tokens)
 
-    n, right, ended, formed, misses = Counter(), Counter(), 0, 0, []
-    for problem, answer, ids in zip(problems, answers, made, strict=True):
-        names = [problem.task, *_groups(problem)]
-        n.update(names)
-        if ids == answer:
-            right.update(names)
-        got, ends = tokenizer.decode(ids), ids[-1] == tokenizer.eos_token_id
-        ended += ends
-        if well_formed is not None:
-            formed += ends and well_formed(problem, got)
-        if ids != answer and len(misses) < max_misses:
-            misses.append(Miss(*problem[:3], got))
-    shares = {name: right[name] / count for name, count in n.items()}
-    tasks = list(dict.fromkeys(problem.task for problem in problems))
-    groups = [name for name in n if name not in tasks]
-    total = len(problems)
+    got = [tokenizer.decode(ids) for ids in made]
+    right = [ids == answer for ids, answer in zip(made, answers, strict=True)]
+    ended = [ids[-1] == tokenizer.eos_token_id for ids in made]
+    told = list(zip(problems, got, right, ended, strict=True))
+    malformed = None
+    if well_formed is not None:
+        malformed = sum(not (end and well_formed(p, text)) for p, text, _, end in told)
+    per_task, n_per_task = _shares([[p.task] for p in problems], right)
+    # By (task, trait, number), and named once they are in order.
+    traits = [[(p.task, *trait) for trait in p.traits] for p in problems]
+    per_group, n_per_group = (
+        {f"{task}, {number} {trait}": each[task, trait, number]
+         for task, trait, number in sorted(each)}
+        for each in _shares(traits, right)
+    )  # fmt: skip
     return ExactMatch(
-        overall=sum(right[task] for task in tasks) / total,
-        per_task={task: shares[task] for task in tasks},
-        n=total,
-        n_per_task={task: n[task] for task in tasks},
-        truncated=total - ended,
-        misses=misses,
-        per_group={group: shares[group] for group in groups},
-        n_per_group={group: n[group] for group in groups},
+        overall=sum(right) / len(right),
+        per_task=per_task,
+        n=len(problems),
+        n_per_task=n_per_task,
+        truncated=len(ended) - sum(ended),
+        misses=[Miss(*p[:3], text) for p, text, is_right, _ in told if not is_right][:max_misses],
+        per_group=per_group,
+        n_per_group=n_per_group,
         scaled={
-            task: scaled_accuracy(shares[task], of_guessing)
+            task: scaled_accuracy(per_task[task], of_guessing)
             for task, of_guessing in (chance or {}).items()
-            if task in tasks
+            if task in per_task
         },
-        malformed=None if well_formed is None else total - formed,
+        malformed=malformed,
     )
 
 
-def _groups(problem: Problem) -> list[str]:
-    return [f"{problem.task}, {number} {name}" for name, number in problem.traits]
+def _shares(groups: Sequence[Sequence], right: Sequence[bool]) -> tuple[dict, dict]:
+    """Share of right answers, and number of answers, of each group that there is."""
+    n, of_them = Counter(), Counter()
+    for names, is_right in zip(groups, right, strict=True):
+        n.update(names)
+        of_them.update(names if is_right else ())
+    return {name: of_them[name] / count for name, count in n.items()}, dict(n)
 
 
 def scaled_accuracy(share: float, chance: float) -> float:
