@@ -60,25 +60,23 @@ class ProblemOptions:
         """The tasks of stages, in order.
 
         Raises:
-            ValueError: a task that the stages do not have, or a stage that is left without any.
+            ValueError: no task of a stage is among those wanted.
         """
         every = [task for stage in stages for task in TASKS.values() if task.stage == stage]
-        if self.tasks is None:
-            return every
-        if unknown := set(self.tasks) - {task.name for task in every}:
-            names = ", ".join(task.name for task in every)
-            raise ValueError(f"tasks must be some of {names}, got {', '.join(sorted(unknown))}")
-        chosen = [task for task in every if task.name in self.tasks]
-        if empty := set(stages) - {task.stage for task in chosen}:
-            raise ValueError(f"no task is left of stages {sorted(empty)}; leave them out")
+        chosen = [task for task in every if self.tasks is None or task.name in self.tasks]
+        if left_out := set(stages) - {task.stage for task in chosen}:
+            raise ValueError(f"no task is left of stages {sorted(left_out)}; leave them out")
         return chosen
 
     def probabilities(self, stages: Sequence[int]) -> list[float]:
         """How often each of `tasks_of` is drawn.
 
         Raises:
-            ValueError: not one positive share for each stage.
+            ValueError: not one positive share for each stage, or a task that none of them has.
         """
+        every = [task.name for task in TASKS.values() if task.stage in stages]
+        if unknown := [name for name in self.tasks or () if name not in every]:
+            raise ValueError(f"tasks must be some of {', '.join(every)}, got {unknown[0]!r}")
         tasks = self.tasks_of(stages)
         if self.shares is None:
             weights = [float(task.weight) for task in tasks]

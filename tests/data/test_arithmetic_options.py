@@ -87,10 +87,18 @@ def test_probabilities():
     assert chosen == [0.5, 0.5]
 
 
+def test_chosen_tasks_are_measured_stage_by_stage():
+    options = ProblemOptions(tasks=("copy", "parity"), symbols=10)
+    assert {p.task for p in eval_problems(1, 20, options=options)} == {"copy"}
+    assert {p.task for p in eval_problems(6, 20, options=options, sizes=[12])} == {"parity"}
+    with pytest.raises(ValueError, match=r"no task is left of stages \[2\]"):
+        eval_problems(2, 1, options=options)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"tasks": ("sum",)}, "tasks must be some of copy, .*, got sum"),
+        ({"tasks": ("copy", "sum", "add")}, "tasks must be some of copy, .*, got 'sum'"),
         ({"tasks": ("copy",)}, r"no task is left of stages \[2\]"),
         ({"shares": (1,)}, r"one for each of stages \[1, 2\], got \[1\]"),
         ({"shares": (1, 0)}, "shares must be positive"),
