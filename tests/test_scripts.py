@@ -1,6 +1,5 @@
 """Developers' scripts, as far as this machine can run them."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -38,29 +37,6 @@ def test_the_share_of_communication_that_is_hidden(monkeypatch):
     milliseconds, share = bench_ranks.overlap(events)
     assert milliseconds == 8
     assert share == pytest.approx((1.5 + 1 + 1) / 8)
-
-
-def test_compare_optimizers_reads_what_it_has_run(monkeypatch, capsys, tmp_path):
-    monkeypatch.syspath_prepend(SCRIPTS)
-    import compare_optimizers
-
-    debug = str(SCRIPTS.parent / "configs" / "debug.yaml")
-    command = ["x", debug, "--lr", "hybrid=1e-3,1e-2", "--steps", "8", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", command)
-    compare_optimizers.main()
-    printed = capsys.readouterr().out
-    for lr, line in zip((1e-3, 1e-2), printed.splitlines()[1:], strict=True):
-        folder = tmp_path / f"hybrid-{lr:g}-0-8"
-        log = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
-        losses = [entry["loss"] for entry in log if "loss" in entry]
-        assert len(losses) == 8
-        assert max(entry.get("lr", 0) for entry in log) == pytest.approx(lr)
-        ends = [sum(losses[:end]) / end for end in (2, 4, 6, 8)]
-        assert line.split()[:3] == ["hybrid", f"{lr:g}", "0"]
-        assert [float(text) for text in line.split()[3:7]] == pytest.approx(ends, abs=1e-4)
-    (tmp_path / "hybrid-0.01-0-8" / "model.safetensors").unlink()  # nothing is trained again
-    compare_optimizers.main()
-    assert capsys.readouterr().out == printed
 
 
 def test_bench_gpu_compares_with_ours_of_the_same_shape(monkeypatch, capsys):
