@@ -161,11 +161,12 @@ class _Rows(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Some batches, as a model gets them but for the type."""
+    """Batches that are drawn at once; ids and labels are None for the tokenizers of others."""
 
     number: int
-    ids: np.ndarray
-    labels: np.ndarray
+    rows: _Rows
+    ids: np.ndarray | None
+    labels: np.ndarray | None
 
 
 class CurriculumStream:
@@ -204,32 +205,35 @@ class CurriculumStream:
 
     def __call__(self, index: int) -> Batch:
         """Batch number `index`, from 0."""
-        if not _is_ours(self.tokenizer):
+        block, rows = self._find(index)
+        if block.ids is None:
             return collate(self.problems(index), self.tokenizer)
-        number, place = divmod(index, self.batches_at_once)
-        if self._made is None or self._made.number != number:
-            self._made = self._block(number)
-        rows = slice(place * self.batch_size, (place + 1) * self.batch_size)
-        ids, labels = self._made.ids[rows], self._made.labels[rows]
+        ids, labels = block.ids[rows], block.labels[rows]
         n_tokens = int(np.count_nonzero(ids != self.tokenizer.pad_token_id))
         ids, labels = (torch.from_numpy(each.astype(np.int64)) for each in (ids, labels))
         return Batch(ids, labels, n_tokens)
 
     def problems(self, index: int) -> list[Problem]:
         """The problems of batch number `index`."""
-        number, place = divmod(index, self.batches_at_once)
-        drawn, first = self._rows(number), place * self.batch_size
-        tasks, prompts, answers, _ = drawn
-        rows = slice(first, first + self.batch_size)
+        (_, (tasks, prompts, answers, _), *_), rows = self._find(index)
         names = (self.tasks[i].name for i in tasks[rows])
         each = zip(names, texts(prompts[rows]), texts(answers[rows]), strict=True)
         return [Problem(*problem) for problem in each]
 
+    def _find(self, index: int) -> tuple[_Block, slice]:
+        """The block that a batch lies in, and which of its rows are the batch's."""
+        number, place = divmod(index, self.batches_at_once)
+        if self._made is None or self._made.number != number:
+            self._made = self._block(number)
+        return self._made, slice(place * self.batch_size, (place + 1) * self.batch_size)
+
     def _block(self, number: int) -> _Block:
-        _, prompts, answers, running = self._rows(number)
-        widths = self._widths(number * self.batches_at_once)
-        width = 3 + max(prompt + answer for _, prompt, answer in widths)
-        return _Block(number, *_encoded(prompts, answers, running, width, self.tokenizer))
+        rows, ids, labels = self._rows(number), None, None
+        if _is_ours(self.tokenizer):
+            widths = self._widths(number * self.batches_at_once)
+            width = 3 + max(prompt + answer for _, prompt, answer in widths)
+            ids, labels = _encoded(rows, width, self.tokenizer)
+        return _Block(number, rows, ids, labels)
 
     def _rows(self, number: int) -> _Rows:
         """The problems of block `number`."""
@@ -296,16 +300,13 @@ def _is_ours(tokenizer: Tokenizer) -> bool:
 
 
 def _encoded(
-    prompts: np.ndarray,
-    answers: np.ndarray,
-    running: np.ndarray | None,
-    width: int,
-    tokenizer: CharTokenizer,
+    problems: _Rows, width: int, tokenizer: CharTokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ids and labels (n, width) int32 of whole problems, as `collate` makes them.
 
     Where there are running values, the label after a character is the value so far.
     """
+    _, prompts, answers, running = problems
     n = len(prompts)
     first, last = np.full((n, 1), BOS, np.uint8), np.full((n, 1), EOS, np.uint8)
     rows = np.hstack([first, prompts, constant(PROMPT_SUFFIX, n), answers, last])

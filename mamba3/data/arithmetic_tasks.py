@@ -179,8 +179,7 @@ def _plus(rng: Generator, n: int, form: Form, sizes: np.ndarray) -> Drawn:
 
 
 def _minus(rng: Generator, n: int, form: Form, sizes: np.ndarray) -> Drawn:
-    lengths, others = _two_or_three(rng, n)
-    a, b, rest = pairs(rng, lengths, others, np.zeros(n, np.intp), minus=True)
+    a, b, rest = pairs(rng, *_two_or_three(rng, n), np.zeros(n), most=3, minus=True)
     return Drawn(**_expression(form, "-", [a, b], answers=_result(form, rest)))
 
 
@@ -206,8 +205,7 @@ def _two_or_three(rng: Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _without_carry(rng: Generator, n: int) -> tuple[Numbers, Numbers, Numbers]:
     """Two numbers of 2 or 3 digits in either order, and their sum."""
-    lengths, others = _two_or_three(rng, n)
-    a, b, total = pairs(rng, lengths, others, np.zeros(n, np.intp), minus=False)
+    a, b, total = pairs(rng, *_two_or_three(rng, n), np.zeros(n), most=3, minus=False)
     total = Numbers(total.digits[:-1], total.lengths)
     return *_in_any_order(rng, a, b)[:2], total
 
@@ -222,7 +220,8 @@ def _carry(sign: str, rng: Generator, n: int, form: Form, sizes: np.ndarray) -> 
     others = 1 + (rng.random(n) * sizes).astype(np.intp)
     others = np.where(rng.random(n) < 0.5, sizes, others)
     carries = (rng.random(n) * (sizes + 1 - minus)).astype(np.intp)
-    a, b, result = pairs(rng, sizes, others, carries, minus=minus)
+    most = int(sizes.max(initial=1))
+    a, b, result = pairs(rng, sizes, others, carries, most=most, minus=minus)
     a, b, swapped = _in_any_order(rng, a, b)
     negative = swapped & result.digits.any(axis=0) if minus else None
     answers = _result(form, result, negative)

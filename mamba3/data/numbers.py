@@ -77,7 +77,13 @@ class Pairs(NamedTuple):
 
 
 def pairs(
-    rng: Generator, lengths: np.ndarray, others: np.ndarray, carries: np.ndarray, *, minus: bool
+    rng: Generator,
+    lengths: np.ndarray,
+    others: np.ndarray,
+    carries: np.ndarray,
+    *,
+    most: int,
+    minus: bool,
 ) -> Pairs:
     """Random pairs of so many digits and so many carries; none has a negative difference.
 
@@ -86,10 +92,11 @@ def pairs(
         lengths: digits of the first number (n,).
         others: digits of the second, at most as many.
         carries: at most `lengths` for a sum, and one fewer for a difference.
+        most: places of both, at least as many as any has digits.
         minus: whether the second number is subtracted.
     """
     lengths, others, carries = (each.astype(np.int16) for each in (lengths, others, carries))
-    at = places(int(lengths.max(initial=1)) + 1)
+    at = places(most + 1)
     out = _carries_out(rng, lengths, others, carries, at, minus)
     into = np.zeros_like(out)
     into[1:] = out[:-1]

@@ -271,6 +271,17 @@ def test_batches_are_no_longer_than_problems_can_be():
         assert stream_of(stages)(0).input_ids.shape[1] == len(longest) + 2
 
 
+def test_small_batches_and_rare_tasks():
+    """Some tasks have no problem at all among those drawn at once."""
+    stream = stream_of(EVERY, batch_size=1, shares=(1, 1, 1, 1, 1, 500), state_labels="running")
+    names = [p.task for index in range(300) for p in stream.problems(index)]
+    assert names.count("parity") > 60
+    assert stream(299).input_ids.shape[0] == 1
+    for task in TASKS.values():
+        nothing = task.draw(np.random.default_rng(0), 0, Form(), np.zeros(0, int))
+        assert len(nothing.prompts) == len(nothing.answers) == len(nothing.natural) == 0
+
+
 def test_other_tokenizers():
     stream = CurriculumStream([1, 4], ByteTokenizer(), batch_size=6, seed=1)
     batch, expected = stream(2), collate(stream.problems(2), ByteTokenizer())

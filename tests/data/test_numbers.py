@@ -79,7 +79,7 @@ def test_pairs(most, minus):
     lengths = rng(1).integers(1, most + 1, n)
     others = 1 + (rng(2).random(n) * lengths).astype(int)
     carries = (rng(3).random(n) * (lengths + 1 - minus)).astype(int)
-    drawn = pairs(rng(), lengths, others, carries, minus=minus)
+    drawn = pairs(rng(), lengths, others, carries, most=most, minus=minus)
     first, second, result = (texts(each.from_first()) for each in drawn)
     assert [len(a) for a in first] == lengths.tolist()
     assert [len(b) for b in second] == others.tolist()
@@ -112,7 +112,7 @@ def test_every_pair_with_its_carries_can_come(minus):
                 if count_of_carries(str(a), str(b), minus) == carry
             ]
             each = (np.full(n, value) for value in (2, other, carry))
-            drawn = pairs(rng(), *each, minus=minus)
+            drawn = pairs(rng(), *each, most=2, minus=minus)
             got = list(
                 zip(drawn.first.values().tolist(), drawn.second.values().tolist(), strict=True)
             )
