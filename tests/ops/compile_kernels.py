@@ -68,7 +68,7 @@ TYPES = {
     torch.int64: "*i64",
 }
 # Of Hopper's machine code: an instruction and its operands; uniform registers as they are read.
-INSTRUCTION = re.compile(r"([A-Z][A-Z0-9_.]*) +([^;]+);")
+INSTRUCTION = re.compile(r"(?:@!?U?P[T0-9] +)?\b([A-Z][A-Z0-9_.]*) +([^;]+);")
 UNIFORM = re.compile(r"UR(\d+)")
 USES = re.compile(r"(gdesc\[|desc\[)?UR(\d+)")
 TO_UNIFORM = ("U", "R2UR", "S2UR", "CS2UR", "VOTEU", "REDUX", "LDCU")
