@@ -15,6 +15,7 @@ from mamba3 import __version__
 from mamba3.commands import (
     chat,
     convert,
+    curriculum,
     doctor,
     evaluate,
     finetune,
@@ -25,15 +26,18 @@ from mamba3.commands import (
     profile,
     push,
     quickstart,
+    solve,
     tokenize,
     train,
 )
 
 COMMANDS = (
     quickstart,
+    solve,
     generate,
     chat,
     train,
+    curriculum,
     plot,
     profile,
     finetune,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 WEIGHTS = Path(__file__).parent / "weights"
 
 HUB, LOCAL = "hf-hub:", "local-dir:"
+BEST = "best"
 _PART = r"[A-Za-z0-9][\w.-]*"
 HUB_ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[^@\s]+))?")
 
@@ -367,7 +368,9 @@ def public_name(name_or_path: str) -> str:
         return model.repo_id or model.name
     path = name_or_path.removeprefix(LOCAL)
     if name_or_path.startswith(LOCAL) or Path(path).is_dir():
-        return Path(path).absolute().name
+        folder = Path(path).absolute()
+        # The best model of a run lies in a folder of the run's, and is called as the run is.
+        return folder.parent.name if folder.name == BEST else folder.name
     return name_or_path.removeprefix(HUB).partition("@")[0]
 
 

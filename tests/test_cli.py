@@ -27,7 +27,8 @@ from mamba3.train.checkpoint import Checkpoints
 
 ROOT = Path(__file__).parent.parent
 DEBUG = str(ROOT / "configs" / "debug.yaml")
-COMMANDS = ["quickstart", "generate", "chat", "train", "plot", "profile", "finetune", "tokenize"]
+COMMANDS = ["quickstart", "solve", "generate", "chat", "train", "curriculum", "plot", "profile"]
+COMMANDS += ["finetune", "tokenize"]
 COMMANDS += ["eval", "convert", "info", "list", "push", "doctor"]
 # Where the module of a command is not named after it.
 MODULES = {"eval": "evaluate", "list": "list_models"}

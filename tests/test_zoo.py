@@ -212,3 +212,5 @@ def test_what_cards_call_a_model(tmp_path, monkeypatch):
     assert public_name("hf-hub:me/x@v1") == public_name("me/x") == "me/x"
     for path in ("./runs/one", "local-dir:runs/one", str(tmp_path / "runs" / "one")):
         assert public_name(path) == "one"
+    (tmp_path / "runs" / "one" / "best").mkdir()
+    assert public_name("runs/one/best") == "one"
