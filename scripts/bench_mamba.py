@@ -10,7 +10,7 @@ layer   The whole mixer, d_model 2048, against transformers' MambaMixer with the
         loop over tokens, and as far as it and mambapy can be imported its parallel scans.
 token   One token for 128 sequences, as a CUDA graph; transformers' step runs as it is called.
 
-Times are medians of device events around whole calls, launches included.
+Times are medians of device events around whole calls, launches included; of layers, on the clock.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import statistics
 import time
 from pathlib import Path
 
@@ -35,6 +36,7 @@ SHAPES = ((1, 2048), (1, 16384), (8, 2048))
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="no peers")
+    parser.add_argument("--peers", nargs="+", help="only these: loop, mambapy, associative_scan")
     parser.add_argument("--json", help="also write the results to this file")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -48,7 +50,7 @@ def main() -> None:
     check_scan()
     results["scan"] = [scan_row(*shape) for shape in SHAPES]
     table(results["scan"])
-    results["layer"] = layer_rows(args.quick)
+    results["layer"] = layer_rows(args.quick, args.peers)
     table(results["layer"])
     results["token"] = token_rows(args.quick)
     table(results["token"])
@@ -163,7 +165,7 @@ def peer(options: dict, layer: TMambaLayer):
     return mixer
 
 
-def layer_rows(quick: bool) -> list[dict]:
+def layer_rows(quick: bool, only: list[str] | None) -> list[dict]:
     torch.manual_seed(0)
     layer = TMambaLayer(D_MODEL, device="cuda", dtype=torch.bfloat16)
     u = torch.randn(8, 2048, D_MODEL, device="cuda", dtype=torch.bfloat16)
@@ -171,12 +173,14 @@ def layer_rows(quick: bool) -> list[dict]:
         expected = layer(u)
     found = [times("mamba3", layer, u)]
     for name, options in {} if quick else peers().items():
+        if only is not None and name.split(", ")[1] not in only:
+            continue
         try:
             mixer = peer(options, layer)
             with torch.no_grad():
                 off = error(mixer(u), expected)
             print(f"{name}: output differs from ours by {off:.1e}", flush=True)
-            found.append(times(name, mixer, u))
+            found.append(times(name, mixer, u, repeats=2))
         except Exception as problem:  # of a peer: said, and not timed
             print(f"{name} does not run here: {str(problem).splitlines()[0][:120]}")
     for row in found:
@@ -184,8 +188,20 @@ def layer_rows(quick: bool) -> list[dict]:
     return found
 
 
-def times(name: str, layer, u: Tensor) -> dict:
+def times(name: str, layer, u: Tensor, repeats: int = 20) -> dict:
+    """A layer's times; few repeats for what takes seconds."""
     grad = torch.randn_like(u)
+
+    def median(function) -> float:
+        function()
+        torch.cuda.synchronize()
+        seconds = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            function()
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+        return 1000 * statistics.median(seconds)
 
     def both():
         layer(u).backward(grad)
@@ -193,9 +209,9 @@ def times(name: str, layer, u: Tensor) -> dict:
     row = {"layer, B8 L2048": name}
     with torch.no_grad():
         layer.eval()
-        row["forward ms"] = median_ms(lambda: layer(u), 5)
+        row["forward ms"] = median(lambda: layer(u))
     layer.train()
-    row["fwd+bwd ms"] = median_ms(both, 5)
+    row["fwd+bwd ms"] = median(both)
     row["extra MB"] = extra_mb(both)
     return row
 

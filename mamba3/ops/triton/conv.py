@@ -6,7 +6,9 @@
     state, final      the K - 1 tokens before and at the end of every sequence, (B, D, K - 1)
 
 A program has a tile of tokens and channels. Tokens that its taps share are in the cache, and what a
-tap sees before a sequence's first token is its state.
+tap sees before a sequence's first token is its state. A thread has all tokens of its channels:
+`lane` is the distance of channels, 1, which Triton must not know (see `selective`). Else several
+threads would make a sum over tokens, each in its own order.
 """
 
 from __future__ import annotations
@@ -24,7 +26,20 @@ from .layout import layout
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Tokens and channels of a tile.
-CHUNK, BLOCK_D = 32, 64
+CHUNK, BLOCK_D, WARPS = 16, 64, 2
+
+
+@triton.jit
+def _channels(channels, lane, BLOCK_D: tl.constexpr):
+    """Where a program's channels are, and which there are; the others repeat the last one."""
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    return tl.max_contiguous(tl.minimum(d, channels - 1) * lane, 2), d < channels
+
+
+@triton.jit
+def _near(row, start, stop):
+    """The rows of a sequence that are nearest to some; any row where it has none."""
+    return tl.where(start < stop, tl.maximum(start, tl.minimum(row, stop - 1)), 0)
 
 
 @triton.jit
@@ -33,9 +48,10 @@ def _seen(
     K: tl.constexpr, HAS_STATE: tl.constexpr,
 ):  # fmt: skip
     """x at rows (T,) of one sequence: the state's before its start, 0 behind its end; (T, D)."""
-    inside = (row >= start) & (row < stop)
-    x = tl.load(x_ptr + row[:, None] * stride + d[None, :], inside[:, None] & here[None, :], 0.0)
-    x = x.to(tl.float32)
+    # Not masked, since each load of a mask of its own would wait for the one before.
+    near = _near(row, start, stop)
+    x = tl.load(x_ptr + near[:, None] * stride + d[None, :]).to(tl.float32)
+    x = tl.where(((row >= start) & (row < stop))[:, None], x, 0.0)
     if HAS_STATE:
         place = row - start + (K - 1)
         before = (place >= 0) & (row < start)
@@ -73,10 +89,10 @@ def _slope(
         channels, K, HAS_STATE, HAS_BIAS,
     )  # fmt: skip
     inside = (row >= start) & (row < stop)
-    at = dy_ptr + row[:, None] * channels + d[None, :]
-    dy = tl.load(at, inside[:, None] & here[None, :], 0.0).to(tl.float32)
+    near = _near(row, start, stop)
+    dy = tl.load(dy_ptr + near[:, None] * channels + d[None, :]).to(tl.float32)
     open = 1.0 / (1.0 + tl.exp2(-v * LOG2E))
-    return dy * open * (1.0 + v * (1.0 - open))
+    return tl.where(inside[:, None], dy * open * (1.0 + v * (1.0 - open)), 0.0)
 
 
 @triton.jit
@@ -87,16 +103,16 @@ def _chunk(chunk, table_ptr, sequences_ptr):
     return tl.load(table_ptr + chunk * 6), sequence, start, tl.load(table_ptr + chunk * 6 + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lane"])
 def forward_kernel(
-    x_ptr, state_ptr, weight_ptr, bias_ptr, table_ptr, sequences_ptr, y_ptr, stride, channels,
+    x_ptr, state_ptr, weight_ptr, bias_ptr, table_ptr, sequences_ptr, y_ptr, stride, channels, lane,
     K: tl.constexpr, T: tl.constexpr, BLOCK_D: tl.constexpr, HAS_STATE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0).to(tl.int64)
     first, sequence, start, stop = _chunk(chunk, table_ptr, sequences_ptr)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    here, row = d < channels, first + tl.arange(0, T)
+    d, here = _channels(channels, lane, BLOCK_D)
+    row = first + tl.arange(0, T)
     v = _weighted(
         row, start, stop, x_ptr, state_ptr, weight_ptr, bias_ptr, d, here, sequence, stride,
         channels, K, HAS_STATE, HAS_BIAS,
@@ -106,18 +122,18 @@ def forward_kernel(
     tl.store(y_ptr + row[:, None] * channels + d[None, :], y, real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lane"])
 def backward_kernel(
     x_ptr, state_ptr, weight_ptr, bias_ptr, table_ptr, sequences_ptr, dy_ptr, d_final_ptr, dx_ptr,
-    d_params_ptr, stride, channels,
+    d_params_ptr, stride, channels, lane,
     K: tl.constexpr, T: tl.constexpr, BLOCK_D: tl.constexpr, HAS_STATE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_FINAL: tl.constexpr,
 ):  # fmt: skip
     """dx, and what a tile adds to the gradients of weight and bias, (chunks, K + 1, D)."""
     chunk = tl.program_id(0).to(tl.int64)
     first, sequence, start, stop = _chunk(chunk, table_ptr, sequences_ptr)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    here, row = d < channels, first + tl.arange(0, T)
+    d, here = _channels(channels, lane, BLOCK_D)
+    row = first + tl.arange(0, T)
     dx = tl.zeros([T, BLOCK_D], tl.float32)
     params = d_params_ptr + chunk * (K + 1) * channels + d
     for later in tl.static_range(K):
@@ -142,17 +158,17 @@ def backward_kernel(
     tl.store(dx_ptr + row[:, None] * channels + d[None, :], dx, real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lane"])
 def ends_kernel(
     x_ptr, state_ptr, weight_ptr, bias_ptr, bounds_ptr, dy_ptr, d_final_ptr, out_ptr, stride,
-    channels, K: tl.constexpr, BLOCK_D: tl.constexpr, HAS_STATE: tl.constexpr,
+    channels, lane, K: tl.constexpr, BLOCK_D: tl.constexpr, HAS_STATE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_FINAL: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """The state after every sequence; with BACKWARD the gradient of the one before it."""
     sequence = tl.program_id(0).to(tl.int64)
     start, stop = tl.load(bounds_ptr + sequence), tl.load(bounds_ptr + sequence + 1)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    here, one = d < channels, tl.arange(0, 1)
+    d, here = _channels(channels, lane, BLOCK_D)
+    one = tl.arange(0, 1)
     own = (sequence * channels + d) * (K - 1)
     for j in tl.static_range(K - 1):
         if BACKWARD:
@@ -214,8 +230,9 @@ class Conv:
         self.layout = layout(bounds, CHUNK, 1, x.device)
         keep(self.layout)
         self.chunks, self.blocks = len(self.layout.table), triton.cdiv(self.channels, BLOCK_D)
-        self.sizes = token_stride(x.shape, x.stride(), 1), self.channels
+        self.sizes = token_stride(x.shape, x.stride(), 1), self.channels, 1
         self.constants = {"K": weight.shape[1], "BLOCK_D": BLOCK_D, "HAS_BIAS": has_bias}
+        self.constants["num_warps"] = WARPS
 
     def forward(self, x, weight, bias, state) -> tuple[Tensor, Tensor]:
         """The output and the state after every sequence; `bias`, `state` may be None."""
@@ -258,7 +275,7 @@ class Conv:
         launch(
             ends_kernel, (self.sequences, self.blocks),
             *given, self.layout.bounds, dy, dy if d_final is None else d_final, out, *self.sizes,
-            **constants, HAS_FINAL=d_final is not None, BACKWARD=backward, num_warps=1,
+            **constants, HAS_FINAL=d_final is not None, BACKWARD=backward,
         )  # fmt: skip
         return out
 
