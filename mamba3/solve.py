@@ -105,8 +105,14 @@ class Skill:
         return prompt
 
     def load(self, device: torch.device | str | None = None) -> Mamba3LM:
-        """The model."""
-        return zoo.load_model(self.folder, device=device)
+        """The model, which computes in float32 whatever its weights are stored in."""
+        import torch
+
+        from mamba3.threads import worthwhile_threads
+
+        model = zoo.load_model(self.folder, dtype=torch.float32, device=device)
+        torch.set_num_threads(worthwhile_threads(model))
+        return model
 
     def solve(self, problems: Sequence[str], model: Mamba3LM) -> list[Answer]:
         """Answer problems, in batches of about the same length.

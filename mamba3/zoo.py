@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fnmatch
+import json
 import os
 import re
 from dataclasses import dataclass, field
@@ -45,6 +46,8 @@ class ZooModel:
         tokenizer: where its tokenizer is.
         context: tokens of the sequences that it was trained on.
         citation: what to cite.
+        stages: of the arithmetic curriculum that it was trained on.
+        form: how numbers are written inside of it, as in "answers lsd_first, operands interleaved".
         notes: what else one should know, a sentence each.
     """
 
@@ -59,6 +62,8 @@ class ZooModel:
     tokenizer: str | None = None
     context: int | None = None
     citation: str | None = None
+    stages: tuple[int, ...] = ()
+    form: str | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -161,15 +166,36 @@ def _mamba(size: str, d_model: int, n_layer: int) -> tuple[ZooModel, ZooModel]:
     return official, transformers
 
 
+def _skills() -> list[ZooModel]:
+    """The skills that ship: every folder of weights that comes with what was measured of it."""
+    found = []
+    for path in sorted(WEIGHTS.glob("*/eval.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        found.append(
+            ZooModel(
+                name=path.parent.name,
+                description=record["description"],
+                licence="Apache-2.0",
+                tokenizer="among the model's files, one character a token",
+                stages=tuple(record["stages"]),
+                form=record["form"],
+            )
+        )
+    return found
+
+
 MODELS = {
     model.name: model
     for model in (
+        *_skills(),
         ZooModel(
             name="arithmetic-tiny",
             description="copy, reverse, successor and comparison of numbers of 1-4 digits; "
             "single-digit addition and subtraction",
             licence="Apache-2.0",
             tokenizer="among the model's files, one character a token",
+            stages=(1, 2),
+            form="answers msd_first, operands plain",
         ),
         _mamba3(
             *("siso-187m", 768, 12, 1536),
@@ -367,7 +393,7 @@ def public_name(name_or_path: str) -> str:
     if model is not None:
         return model.repo_id or model.name
     path = name_or_path.removeprefix(LOCAL)
-    if name_or_path.startswith(LOCAL) or Path(path).is_dir():
+    if name_or_path.startswith((LOCAL, "./", "../", "/")) or Path(path).is_dir():
         folder = Path(path).absolute()
         # The best model of a run lies in a folder of the run's, and is called as the run is.
         return folder.parent.name if folder.name == BEST else folder.name

@@ -9,6 +9,9 @@ from mamba3.commands.arguments import QUICKSTART_MODEL, add_json, command
 from mamba3.commands.loading import device_of, load
 from mamba3.commands.printing import print_shares
 
+# Share of the problems of a card that are measured unless all are asked for.
+QUICK = 0.1
+
 
 def add(commands) -> None:
     example = f"mamba3 eval --model {QUICKSTART_MODEL} --n 400"
@@ -28,6 +31,11 @@ def add(commands) -> None:
         nargs="+",
         metavar="STAGE",
         help="stages of the curriculum (those of the model's recipe, or all)",
+    )
+    add(
+        "--full",
+        action="store_true",
+        help="as many problems as the model's card (a tenth), where it comes with numbers",
     )
 
     add = parser.add_argument_group("perplexity and loss by position").add_argument
@@ -52,28 +60,42 @@ def add(commands) -> None:
 
 
 def run(args) -> None:
-    """Measure exact match of greedy answers, or perplexity on texts."""
+    """Measure exact match of greedy answers, beside a card's numbers, or perplexity on texts."""
     from mamba3 import zoo
+    from mamba3.eval.skill import read_record
 
     names = [name for name in (args.name, args.model) if name is not None]
     if len(names) != 1:
         raise ValueError(f"eval takes one model, got {' and '.join(names) or 'none'}")
     folder = zoo.resolve(names[0])
-    if args.perplexity is None:
-        if args.long_context is not None:
-            raise ValueError("--long-context needs texts: --perplexity FILE")
-        _exact_match(args, folder)
-    elif args.data or args.n is not None or args.stages:
-        raise ValueError("--perplexity goes with none of --data, --n and --stages")
-    else:
+    others = args.data or args.n is not None or args.stages
+    if args.perplexity is not None:
+        if others or args.full:
+            raise ValueError(
+                "--perplexity goes with none of --data, --n and --stages, nor with --full"
+            )
         _perplexity(args, folder)
+        return
+    if args.long_context is not None:
+        raise ValueError("--long-context needs texts: --perplexity FILE")
+    record = None if others else read_record(folder)
+    if record is not None:
+        _reproduce(args, folder, record)
+    elif args.full:
+        raise ValueError(
+            "--full is for a model with an eval.json, and goes with none of --data, --n, --stages"
+        )
+    else:
+        _exact_match(args, folder)
 
 
 def _exact_match(args, folder: Path) -> None:
     from mamba3.data import arithmetic
     from mamba3.data.jsonl import read_rows
     from mamba3.data.tokenizer import load_tokenizer
-    from mamba3.eval.exact_match import exact_match
+    from mamba3.eval.exact_match import exact_match, percent
+    from mamba3.solve import trained_on
+    from mamba3.train.config import DataRecipe
 
     if args.n is not None and args.n < 1:
         raise ValueError(f"--n must be at least 1, got {args.n}")
@@ -81,23 +103,70 @@ def _exact_match(args, folder: Path) -> None:
     if args.data:
         problems = read_rows(args.data, tokenizer)[: args.n]
     else:
-        data = _trained_on(folder)
+        data = trained_on(folder) or DataRecipe(stages=list(arithmetic.STAGES))
         problems = [
             problem
             for stage in args.stages or data.stages
-            for problem in arithmetic.eval_problems(stage, args.n or 2000, options=data.problems)
+            for problem in arithmetic.eval_problems(
+                stage, args.n or 2000, options=data.problems, sizes=data.eval_sizes(stage)
+            )
         ]
-    result = exact_match(load(folder, device_of(args)), tokenizer, problems)
+    model = load(folder, device_of(args))
+    result = exact_match(model, tokenizer, problems, chance=arithmetic.CHANCE)
     if args.json:
         values = result._asdict()
         misses = [miss._asdict() for miss in values.pop("misses")]
         print(json.dumps({"exact_match": values.pop("overall"), **values, "misses": misses}))
         return
     print_shares(result.per_task, result.overall, result.n)
+    for task, scaled in result.scaled.items():
+        print(f"    {task}, scaled by what guessing gets right: {percent(scaled)}")
     for miss in result.misses:
         print(f"wrong: {miss.prompt!r} gave {miss.got!r}, expected {miss.answer!r}")
     if result.truncated:
         print(f"{result.truncated} answers had not ended when they were as long as the longest")
+
+
+def _reproduce(args, folder: Path, record: dict) -> None:
+    """Measure each row of the model's eval.json anew, and say where the two differ."""
+    from mamba3.eval.exact_match import percent
+    from mamba3.eval.skill import Row, differing, measured_again, numbers
+    from mamba3.solve import Skill
+
+    skill = Skill.of(folder)
+    model = skill.load(device_of(args))
+    pairs = []
+    if not args.json:
+        n = "all problems of the card" if args.full else "a tenth of the card's (--full: all)"
+        print(f"{n}; recorded {record['date']} on {record['device']}")
+    share = 1.0 if args.full else QUICK
+    for pair in measured_again(model, skill.tokenizer, skill.data, record, share=share):
+        pairs.append(pair)
+        if args.json:
+            continue
+        new, old = pair
+        title = Row(old["stage"], old["n"], old["sizes"]).title
+        loss = f"loss {new['loss']:.2g} (recorded {old['loss']:.2g})"
+        wrong = [f"{new[what]} ({old[what]}) {what}" for what in ("truncated", "malformed")]
+        print(f"{title}: {', '.join([loss, *wrong])}", flush=True)
+        for number in numbers(new, old):
+            print(
+                f"    {number.name:26} {percent(number.share):>9} of {number.n:<6,}  recorded "
+                f"{percent(number.recorded):>9} of {number.recorded_n:,}"
+            )
+    found = [number for pair in pairs for number in numbers(*pair)]
+    differs = differing(found)
+    if args.json:
+        rows = [{"measured": new, "recorded": old} for new, old in pairs]
+        print(json.dumps({"rows": rows, "differs": [number._asdict() for number in differs]}))
+        return
+    for number in differs:
+        print(
+            f"DIFFERS: {number.row}, {number.name}: {percent(number.share)} of {number.n:,}, "
+            f"recorded {percent(number.recorded)} of {number.recorded_n:,}"
+        )
+    if not differs:
+        print(f"none of {len(found)} numbers differs by more than chance explains")
 
 
 def _perplexity(args, folder: Path) -> None:
@@ -147,16 +216,3 @@ def _print_curve(curve) -> None:
     print(f"{'positions':>17}  {'loss':>9}  {'perplexity':>11}  {'tokens':>10}")
     for first, last, loss, perplexity, n_tokens in curve.buckets:
         print(f"{f'{first}-{last}':>17}  {loss:9.4f}  {perplexity:11.4f}  {n_tokens:10,}")
-
-
-def _trained_on(folder: Path):
-    """The data of a model's recipe; without one, all stages."""
-    from mamba3.data import arithmetic
-    from mamba3.train import load_recipe
-    from mamba3.train.config import DataRecipe
-    from mamba3.train.run import RECIPE_FILE
-
-    recipe = folder / RECIPE_FILE
-    if recipe.is_file():
-        return load_recipe(recipe).data
-    return DataRecipe(stages=list(arithmetic.STAGES))

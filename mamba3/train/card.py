@@ -29,6 +29,8 @@ def write_card(
     licence: str | None = None,
     datasets: Sequence[str] = (),
     limits: str | None = None,
+    evaluation: str | None = None,
+    asked: str | None = None,
 ) -> None:
     """Write the README.md of a model folder.
 
@@ -44,6 +46,8 @@ def write_card(
         licence: of the weights, an SPDX identifier; None says that none is stated.
         datasets: ids on the Hub of what it was trained on.
         limits: what is known not to work, in whole sentences.
+        evaluation: says what was measured in the place of the table of results.
+        asked: a problem for `mamba3 solve`, of a model that ships.
     """
     folder, results = Path(folder), results or {}
     name = folder.resolve().name
@@ -63,11 +67,16 @@ def write_card(
         "": f"A {_family(config)} language model ({config.form}, {config.n_layer} layers, d_model "
         f"{config.d_model}, d_state {config.d_state}, {n_parameters:,} parameters).",
         "Origin" if told is None else "Training": summary,
-        "Evaluation": _measured(told, results),
+        "Evaluation": evaluation or _measured(told, results),
         "Architecture": _architecture(model),
         "Limits": " ".join(filter(None, [limits, _limits(bool(results))])),
         "Licence": _licence(licence, base_model),
-        "Use": "\n".join(["```python", *_usage(name, told and told.example), "```"]),
+        "Use": "\n".join(
+            [
+                *_solving(name, asked),
+                *["```python", *_usage(name, told and told.example), "```"],
+            ]
+        ),
     }
     body = "\n\n".join(
         f"## {title}\n\n{text}" if title else f"# {name}\n\n{text}"
@@ -156,6 +165,12 @@ def _eval_results(measured: Measured) -> list[EvalResult]:
         )
         for task, share in measured.exact_match.per_task.items()
     ]
+
+
+def _solving(name: str, problem: str | None) -> list[str]:
+    if problem is None:
+        return []
+    return [f'`mamba3 solve --model {name} "{problem}"` takes and gives the natural form.', ""]
 
 
 def _usage(name: str, example: str | None) -> list[str]:
