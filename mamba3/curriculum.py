@@ -106,7 +106,8 @@ def run_curriculum(
         stages: which, in order. The first starts from the best weights in `out` of the stage that
             its recipe starts from.
         recipes: their folder, see `find_recipes`.
-        overrides: changes to all recipes, such as "optim.lr=1e-3".
+        overrides: changes to all recipes, such as "optim.lr=1e-3"; those of the group model go to
+            stages that start anew.
         resume: leave out stages that reached their gates in `out`, and continue a run that stopped.
         go_on: train the next stage where a gate was missed, too.
         report: called with a line of text after each stage.

@@ -174,7 +174,8 @@ def _skills() -> list[ZooModel]:
         found.append(
             ZooModel(
                 name=path.parent.name,
-                description=record["description"],
+                description=f"{record['description']} (stages "
+                f"{', '.join(map(str, record['stages']))}; {record['form']})",
                 licence="Apache-2.0",
                 tokenizer="among the model's files, one character a token",
                 stages=tuple(record["stages"]),

@@ -105,7 +105,10 @@ def test_it_has_a_name(weights, monkeypatch):
     monkeypatch.setattr(zoo, "WEIGHTS", weights)
     [model] = zoo._skills()
     monkeypatch.setitem(zoo.MODELS, "adder", model)
-    assert model.description == "sums and differences of numbers of up to 3 digits, and longer ones"
+    assert model.description == (
+        "sums and differences of numbers of up to 3 digits, and longer ones (stages 2, 4; answers "
+        "lsd_first, operands interleaved)"
+    )
     assert model.stages == (2, 4)
     assert model.form == "answers lsd_first, operands interleaved"
     assert zoo.list_models("add*", shipped=True) == ["adder"]
@@ -153,6 +156,12 @@ def test_eval_of_other_problems_than_the_cards(weights, capsys):
     command = ["eval", str(weights / "adder"), "--device", "cpu", "--stages", "2", "--json"]
     assert main(command) == 0
     assert json.loads(capsys.readouterr().out)["n"] == 200
+    command = ["eval", str(weights / "adder"), "--device", "cpu", "--stages", "4", "--n", "8"]
+    assert main([*command, "--sizes", "5", "9"]) == 0
+    printed = capsys.readouterr().out
+    assert "exact match on 8 problems" in printed
+    assert "sum, 5 digits" in printed
+    assert "difference, 9 digits" in printed
     assert main([*command, "--full"]) == 2
     assert "--full is for a model with an eval.json" in capsys.readouterr().err
 

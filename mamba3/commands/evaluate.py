@@ -33,6 +33,13 @@ def add(commands) -> None:
         help="stages of the curriculum (those of the model's recipe, or all)",
     )
     add(
+        "--sizes",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="digits (stages 4 and 5) or symbols (stage 6) of problems (those of the recipe)",
+    )
+    add(
         "--full",
         action="store_true",
         help="as many problems as the model's card (a tenth), where it comes with numbers",
@@ -68,7 +75,7 @@ def run(args) -> None:
     if len(names) != 1:
         raise ValueError(f"eval takes one model, got {' and '.join(names) or 'none'}")
     folder = zoo.resolve(names[0])
-    others = args.data or args.n is not None or args.stages
+    others = args.data or args.n is not None or args.stages or args.sizes
     if args.perplexity is not None:
         if others or args.full:
             raise ValueError(
@@ -83,7 +90,8 @@ def run(args) -> None:
         _reproduce(args, folder, record)
     elif args.full:
         raise ValueError(
-            "--full is for a model with an eval.json, and goes with none of --data, --n, --stages"
+            "--full is for a model with an eval.json, and goes with none of --data, --n, --stages "
+            "and --sizes"
         )
     else:
         _exact_match(args, folder)
@@ -108,7 +116,10 @@ def _exact_match(args, folder: Path) -> None:
             problem
             for stage in args.stages or data.stages
             for problem in arithmetic.eval_problems(
-                stage, args.n or 2000, options=data.problems, sizes=data.eval_sizes(stage)
+                stage,
+                args.n or 2000,
+                options=data.problems,
+                sizes=args.sizes or data.eval_sizes(stage),
             )
         ]
     model = load(folder, device_of(args))
@@ -121,6 +132,8 @@ def _exact_match(args, folder: Path) -> None:
     print_shares(result.per_task, result.overall, result.n)
     for task, scaled in result.scaled.items():
         print(f"    {task}, scaled by what guessing gets right: {percent(scaled)}")
+    for group, share in result.per_group.items() if args.sizes else ():
+        print(f"    {group:24} {percent(share):>8} of {result.n_per_group[group]:,}")
     for miss in result.misses:
         print(f"wrong: {miss.prompt!r} gave {miss.got!r}, expected {miss.answer!r}")
     if result.truncated:
@@ -130,30 +143,19 @@ def _exact_match(args, folder: Path) -> None:
 def _reproduce(args, folder: Path, record: dict) -> None:
     """Measure each row of the model's eval.json anew, and say where the two differ."""
     from mamba3.eval.exact_match import percent
-    from mamba3.eval.skill import Row, differing, measured_again, numbers
+    from mamba3.eval.skill import differing, measured_again, numbers
     from mamba3.solve import Skill
 
     skill = Skill.of(folder)
     model = skill.load(device_of(args))
-    pairs = []
     if not args.json:
         n = "all problems of the card" if args.full else "a tenth of the card's (--full: all)"
         print(f"{n}; recorded {record['date']} on {record['device']}")
-    share = 1.0 if args.full else QUICK
+    share, pairs = 1.0 if args.full else QUICK, []
     for pair in measured_again(model, skill.tokenizer, skill.data, record, share=share):
         pairs.append(pair)
-        if args.json:
-            continue
-        new, old = pair
-        title = Row(old["stage"], old["n"], old["sizes"]).title
-        loss = f"loss {new['loss']:.2g} (recorded {old['loss']:.2g})"
-        wrong = [f"{new[what]} ({old[what]}) {what}" for what in ("truncated", "malformed")]
-        print(f"{title}: {', '.join([loss, *wrong])}", flush=True)
-        for number in numbers(new, old):
-            print(
-                f"    {number.name:26} {percent(number.share):>9} of {number.n:<6,}  recorded "
-                f"{percent(number.recorded):>9} of {number.recorded_n:,}"
-            )
+        if not args.json:
+            _print_row(*pair)
     found = [number for pair in pairs for number in numbers(*pair)]
     differs = differing(found)
     if args.json:
@@ -167,6 +169,25 @@ def _reproduce(args, folder: Path, record: dict) -> None:
         )
     if not differs:
         print(f"none of {len(found)} numbers differs by more than chance explains")
+
+
+def _print_row(new: dict, old: dict) -> None:
+    """What was measured of a row beside what was recorded."""
+    from mamba3.eval.exact_match import percent
+    from mamba3.eval.skill import Row, numbers
+
+    title = Row(old["stage"], old["n"], old["sizes"]).title
+    parts = [f"loss {new['loss']:.2g} (recorded {old['loss']:.2g})"]
+    parts += [f"{new[what]} ({old[what]}) {what}" for what in ("truncated", "malformed")]
+    print(f"{title}: {', '.join(parts)}", flush=True)
+    for number in numbers(new, old):
+        print(
+            f"    {number.name:26} {percent(number.share):>9} of {number.n:<6,}  recorded "
+            f"{percent(number.recorded):>9} of {number.recorded_n:,}"
+        )
+    for task, scaled in new["scaled"].items():
+        name, before = f"{task}, scaled", percent(old["scaled"][task])
+        print(f"    {name:26} {percent(scaled):>9}            recorded {before:>9}")
 
 
 def _perplexity(args, folder: Path) -> None:
