@@ -59,7 +59,8 @@ def causal_conv(
         tokens = tuple(bounds or range(0, batch * length + 1, length))
         return _KernelConv.apply(x, weight, bias, state, tokens)
     wide = torch.promote_types(x.dtype, torch.float32)
-    before = x.new_zeros(shape) if state is None else state.to(x.dtype)
+    x, dtype = x.to(wide), x.dtype
+    before = x.new_zeros(shape) if state is None else state.to(wide)
     before = before.transpose(1, 2)
     if bounds is None:
         padded = torch.cat((before, x), 1)
@@ -76,7 +77,8 @@ def causal_conv(
         last = torch.tensor(bounds[1:]) + (taps - 1) * torch.arange(sequences)
         after = padded[(last[:, None] + torch.arange(taps - 1)).to(x.device)]
     y = _weighted(lagged, weight.to(wide), bias)
-    return F.silu(y).to(x.dtype), after.transpose(1, 2).to(wide)
+    # A copy: a state must not keep every token alive.
+    return F.silu(y).to(dtype), after.transpose(1, 2).contiguous()
 
 
 @no_autocast
@@ -141,7 +143,12 @@ class _KernelConv(torch.autograd.Function):
 
 
 def _weighted(lagged, weight: Tensor, bias: Tensor | None) -> Tensor:
-    y = lagged[0] * weight[:, 0]
-    for k, one in enumerate(lagged[1:], start=1):
-        y = torch.addcmul(y, one.to(y.dtype), weight[:, k])
-    return y if bias is None else y + bias.to(y.dtype)
+    # Channels side by side, as in the tokens.
+    first, *rest = weight.T.contiguous()
+    if bias is None:
+        y = lagged[0] * first
+    else:
+        y = torch.addcmul(bias.to(first.dtype), lagged[0], first)
+    for one, factor in zip(lagged[1:], rest, strict=True):
+        y.addcmul_(one, factor)
+    return y

@@ -16,6 +16,7 @@ Source: arXiv 2312.00752, section 3.2 with the simplified discretisation of the 
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import torch
@@ -26,10 +27,11 @@ from .autograd import first_order, no_autocast
 from .dispatch import backend, on_kernels
 from .scan import checked_bounds
 
-# Elements of a chunk's decays: 1 MB in float32, so that the passes over a chunk stay in the cache.
-CHUNK_ELEMENTS = 1 << 18
+# Elements of a chunk's decays: 2 MB in float32, so that the passes over a chunk stay in the cache.
+CHUNK_ELEMENTS = 1 << 19
 # Triton's kernels hold gradients of the maps of all N in registers; wider states run on torch.
 KERNEL_STATE = 128
+LOG2_E = math.log2(math.e)
 
 
 @no_autocast
@@ -91,7 +93,13 @@ def selective_scan(
         return _KernelScan.apply(x, dt, a, b, c, d, z, h, tuple(tokens), softplus)
     if h is None:
         h = x.new_zeros((sequences, *a.shape), dtype=wide)
-    run = selective_scan_reference if backend(x.device) == "reference" else _ChunkedScan.apply
+    differentiated = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, dt, a, b, c, h)
+    )
+    if backend(x.device) == "reference":
+        run = selective_scan_reference
+    else:
+        run = _ChunkedScan.apply if differentiated else _chunked_scan
     values = x.to(wide)
     dt = F.softplus(dt.to(wide)) if softplus else dt.to(wide)
     a, b, c, h = (t.to(wide) for t in (a, b, c, h))
@@ -205,76 +213,93 @@ class _KernelScan(torch.autograd.Function):
 
 
 class _ChunkedScan(torch.autograd.Function):
-    """The recurrence, a chunk of tokens at a time.
-
-    Tokens come first and channels last here: x (L, B, D), maps (L, B, N), states (L, B, N, D). A
-    chunk's decays, inputs and readouts are made in one pass each; what is left for every token is a
-    single fused multiply and add over the state.
-    """
+    """`_chunked_scan`, which keeps the states at the borders of chunks for its backward pass."""
 
     @staticmethod
     def forward(ctx, x, dt, b, c, a, h):
-        x, dt, b, c = (t.transpose(0, 1).contiguous() for t in (x, dt, b, c))
-        a, h = a.T.contiguous(), h.transpose(1, 2).contiguous()
-        chunks = _chunks(len(x), h)
-        borders = h.new_empty(len(chunks), *h.shape)
-        y = torch.empty_like(x)
-        for border, (start, stop) in zip(borders, chunks, strict=True):
-            border.copy_(h)
-            some = slice(start, stop)
-            decay, states = _decays_and_inputs(x[some], dt[some], a, b[some])
-            h = _run(decay, states, h)
-            torch.matmul(c[some].unsqueeze(-2), states, out=y[some].unsqueeze(-2))
+        borders = h.new_empty(len(_chunks(x, h)), *h.mT.shape)
+        y, final = _chunked_scan(x, dt, b, c, a, h, borders)
         ctx.save_for_backward(x, dt, b, c, a, borders)
-        return y.transpose(0, 1), h.mT.clone(memory_format=torch.contiguous_format)
+        return y, final
 
     @staticmethod
     @first_order
     def backward(ctx, dy, dh):
         x, dt, b, c, a, borders = ctx.saved_tensors
-        dy, dh = dy.transpose(0, 1).contiguous(), dh.mT
+        dh, a = dh.mT, a.T.contiguous()
         dx, d_dt, d_b, d_c = (torch.empty_like(t) for t in (x, dt, b, c))
         d_a = torch.zeros_like(a)
-        chunks = _chunks(len(x), dh)
-        for border, (start, stop) in zip(reversed(borders), reversed(chunks), strict=True):
-            some = slice(start, stop)
-            decay, states = _decays_and_inputs(x[some], dt[some], a, b[some])
+        for border, some in zip(reversed(borders), reversed(_chunks(x, dh)), strict=True):
+            decay, states = _decays_and_inputs(x[:, some], dt[:, some], a, b[:, some])
             _run(decay, states, border)
-            d_c[some] = (states @ dy[some].unsqueeze(-1)).squeeze(-1)
+            d_c[:, some] = (states @ dy[:, some].unsqueeze(-1)).squeeze(-1)
             # Gradients of the states: dh_t = decay_{t+1} dh_{t+1} + dy_t c_t.
-            grads = c[some].unsqueeze(-1) * dy[some].unsqueeze(-2)
-            grads[-1] += dh
-            for t in range(len(grads) - 2, -1, -1):
-                grads[t].addcmul_(decay[t + 1], grads[t + 1])
-            dh = decay[0] * grads[0]
+            grads = c[:, some].unsqueeze(-1) * dy[:, some].unsqueeze(-2)
+            grads[:, -1] += dh
+            for t in range(grads.shape[1] - 2, -1, -1):
+                grads[:, t].addcmul_(decay[:, t + 1], grads[:, t + 1])
+            dh = decay[:, 0] * grads[:, 0]
             # Of inputs dt x b, and of exponents dt a.
-            d_product = (b[some].unsqueeze(-2) @ grads).squeeze(-2)
-            d_b[some] = (grads @ (dt[some] * x[some]).unsqueeze(-1)).squeeze(-1)
+            d_product = (b[:, some].unsqueeze(-2) @ grads).squeeze(-2)
+            d_b[:, some] = (grads @ (dt[:, some] * x[:, some]).unsqueeze(-1)).squeeze(-1)
             decay *= grads
-            decay[0] *= border
-            decay[1:] *= states[:-1]
-            d_dt[some] = (decay * a).sum(-2) + d_product * x[some]
-            d_a += decay.mul_(dt[some].unsqueeze(-2)).sum((0, 1))
-            dx[some] = d_product * dt[some]
-        dx, d_dt, d_b, d_c = (t.transpose(0, 1) for t in (dx, d_dt, d_b, d_c))
+            decay[:, 0] *= border
+            decay[:, 1:] *= states[:, :-1]
+            d_dt[:, some] = (decay * a).sum(-2) + d_product * x[:, some]
+            d_a += decay.mul_(dt[:, some].unsqueeze(-2)).sum((0, 1))
+            dx[:, some] = d_product * dt[:, some]
         return dx, d_dt, d_b, d_c, d_a.T, dh.mT
 
 
-def _chunks(length: int, h: Tensor) -> list[tuple[int, int]]:
-    size = max(1, CHUNK_ELEMENTS // max(1, h.numel()))
-    return [(start, min(start + size, length)) for start in range(0, length, size)]
+def _chunked_scan(
+    x: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    a: Tensor,
+    h: Tensor,
+    borders: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence, a chunk of tokens at a time; `borders` takes the states before every chunk.
+
+    Channels come last here: states are (B, L, N, D). A chunk's decays, inputs and readouts are made
+    in one pass each; what is left for every token is one fused multiply and add over the state.
+    Sequences come first, so that a thread meets the same ones in every pass, in its own cache.
+    """
+    a, h = a.T.contiguous(), h.mT.contiguous()
+    chunks = _chunks(x, h)
+    longest = chunks[0].stop
+    buffers = [h.new_empty(h.shape[0], longest, *h.shape[1:]) for _ in range(2)]
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for i, some in enumerate(chunks):
+        if borders is not None:
+            borders[i] = h
+        decay, states = (t[:, : some.stop - some.start] for t in buffers)
+        _decays_and_inputs(x[:, some], dt[:, some], a, b[:, some], out=(decay, states))
+        # A copy: the next chunk takes the buffer.
+        h = _run(decay, states, h).clone()
+        y[:, some] = (c[:, some].unsqueeze(-2) @ states).squeeze(-2)
+    return y, h.mT.contiguous()
 
 
-def _decays_and_inputs(x: Tensor, dt: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(dt a) and dt x b of a chunk, each (Q, B, N, D)."""
-    decay = (dt.unsqueeze(-2) * a).exp_()
-    return decay, b.unsqueeze(-1) * (dt * x).unsqueeze(-2)
+def _chunks(x: Tensor, h: Tensor) -> list[slice]:
+    length, size = x.shape[1], max(1, CHUNK_ELEMENTS // max(1, h.numel()))
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _decays_and_inputs(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, out: tuple[Tensor, Tensor] = (None, None)
+) -> tuple[Tensor, Tensor]:
+    """exp(dt a) and dt x b of a chunk, each (B, Q, N, D)."""
+    # A power of 2: of torch's exponentials the fastest on a CPU, by a factor of three.
+    decay = torch.mul(dt.unsqueeze(-2), a * LOG2_E, out=out[0]).exp2_()
+    return decay, torch.mul(b.unsqueeze(-1), (dt * x).unsqueeze(-2), out=out[1])
 
 
 def _run(decay: Tensor, states: Tensor, h: Tensor) -> Tensor:
     """Turn a chunk's inputs into its states, in place; the last one."""
-    for t in range(len(states)):
-        h = states[t].addcmul_(decay[t], h)
+    for factor, state in zip(decay.unbind(1), states.unbind(1), strict=True):
+        h = state.addcmul_(factor, h)
     return h
 
 
@@ -289,7 +314,7 @@ def written(own: Tensor, after: Tensor) -> Tensor:
 
 def _skip_and_gate(y: Tensor, x: Tensor, d: Tensor | None, z: Tensor | None) -> Tensor:
     if d is not None:
-        y = y + d.to(y.dtype) * x
+        y = torch.addcmul(y, d.to(y.dtype), x)
     return y if z is None else y * F.silu(z.to(y.dtype))
 
 
