@@ -60,21 +60,23 @@ RESULT = "result.json"
 class Arm:
     """What is compared.
 
-    optimizer: options of `HybridOptimizer`.
+    name: of the optimizer in its recipe.
+    optimizer: options of `HybridOptimizer` that no recipe has.
     model: changes to the architecture.
     from_scratch: whether it cannot start from the weights of --init.
     """
 
+    name: str = "hybrid"
     optimizer: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     from_scratch: bool = False
 
 
 ARMS = {
-    "adamw": Arm({"overrides": {"*": "adamw"}}),
+    "adamw": Arm("adamw"),
     "hybrid": Arm(),
-    "anvil6": Arm({"preset": "anvil6"}),
-    "fused": Arm({"split": False}),
+    "anvil6": Arm(optimizer={"preset": "anvil6"}),
+    "fused": Arm(optimizer={"split": False}),
     "siso": Arm(from_scratch=True),
     "mimo": Arm(model={"is_mimo": True}, from_scratch=True),
     "mamba": Arm(model={"layers": "mamba"}, from_scratch=True),
@@ -116,7 +118,9 @@ class Run:
         status, folder = "done", Path(self.folder)
         recipe = load_recipe(self.recipe, self.settings)
         began = time.perf_counter()
-        with mock.patch.dict(loop._OPTIMIZERS, {recipe.optim.name: ARMS[self.arm].optimizer}):
+        known = loop._OPTIMIZERS[recipe.optim.name]
+        options = {recipe.optim.name: known | ARMS[self.arm].optimizer}
+        with mock.patch.dict(loop._OPTIMIZERS, options):
             try:
                 train(recipe, folder, overwrite=True, progress=False)
             except (NotFinite, ValueError) as error:
@@ -209,6 +213,7 @@ class Study:
         values = yaml.safe_load((RECIPES / "arithmetic.yaml").read_text())
         steps, batch_size = self.args.steps, values["data"]["batch_size"]
         values["data"] = {"stages": [3], "batch_size": batch_size, "workers": 0}
+        values["optim"]["name"] = arm.name
         values["optim"] |= {"warmup_steps": min(100, steps // 4), "decay_steps": steps}
         every = max(1, steps // self.args.evals)
         values["train"] = {"steps": steps, "save_every": steps, "eval_every": every}

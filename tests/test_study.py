@@ -48,6 +48,7 @@ def test_runs_are_made_once_and_told(study, tmp_path, capsys, monkeypatch):
         assert run["eval_loss"] == evals[-1]
         recipe = load_recipe(folder / "recipe.yaml")
         assert (recipe.optim.lr, recipe.train.seed, recipe.data.stages) == (lr, 4, [3])
+        assert recipe.optim.name == arm
         assert not list(folder.glob("*.safetensors"))
         assert f"| {arm} | {lr:.3g} | 4 | {run['losses'][0]:.4f} |" in printed
     # Same weights and data, other optimizers: the first loss is one, the last ones are not.
