@@ -148,8 +148,8 @@ def write_skill_card(args, folder: Path, model, recipe: Recipe, record: dict[str
             f"{recipe.train.steps} steps of {data.batch_size} problems, seed {recipe.train.seed}, "
             f"{OPTIMIZERS[recipe.optim.name]} with a learning rate of {recipe.optim.lr:.2g}; the "
             f"best of its checkpoints. {how_long(args.run)}"
-            f"`mamba3 train recipe.yaml --out DIR` trains it again.{' ' if args.note else ''}"
-            f"{args.note or ''}"
+            f"{'`mamba3 train recipe.yaml --out DIR`' if base is None else '`mamba3 curriculum`'} "
+            f"trains it again.{' ' if args.note else ''}{args.note or ''}"
         ),
         told=Told(
             what, "problems", "", prompt_to_model(problem, data.problems.form), ("arithmetic",)

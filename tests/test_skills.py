@@ -13,7 +13,16 @@ from mamba3 import load_model, zoo
 from mamba3.cli import main
 from mamba3.data import arithmetic
 from mamba3.eval.exact_match import exact_match
-from mamba3.eval.skill import Number, Row, differing, measured_again, numbers, read_record, rows_of
+from mamba3.eval.skill import (
+    Number,
+    Row,
+    differing,
+    measured_again,
+    numbers,
+    read_record,
+    rows_of,
+    tables,
+)
 from mamba3.solve import Skill
 from mamba3.train import load_recipe, train
 from mamba3.train.config import DataRecipe, Recipe
@@ -89,7 +98,7 @@ def test_its_card(weights):
     for text in (
         "answers lsd_first, operands interleaved, from the weights of the stage before, facts",
         "60 steps of 64 problems, seed 0, AdamW",
-        "7 seconds on NVIDIA H200.",
+        "7 seconds on NVIDIA H200. `mamba3 curriculum` trains it again.",
         f"| add | 100 | {round(100 * found['add'])}.00 % |",
         "| sum, 100 digits | 10 | 0.00 % |",
         f"| sum, 3 digits | {rows[1]['n_per_group']['sum, 3 digits']} |",
@@ -196,6 +205,18 @@ def test_rows_of_a_card():
     assert rows_of(state) == [Row(6, 4000, (size,)) for size in (40, 160, 256, 512)]
     assert Row(6, 1, (256,)).title == "stage 6, 256 symbols"
     assert rows_of(DataRecipe(stages=[5])) == [Row(5, 28_000)]
+
+
+def test_tables_of_a_card():
+    row = {"stage": 6, "n": 9, "sizes": [40], "n_found": 9, "exact_match": 0.75, "loss": 0.125}
+    row |= {"malformed": 1, "truncated": 2, "n_per_task": {"parity": 9}}
+    row |= {"per_task": {"parity": 0.75}, "scaled": {"parity": 0.5}}
+    assert tables({"rows": [row]}).splitlines() == [
+        "|  | n | exact match | scaled | loss | malformed | truncated |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| parity, 40 symbols | 9 | 75.00 % | 50.00 % |  |  |  |",
+        "| all of stage 6, 40 symbols | 9 | 75.00 % |  | 0.12 | 1 | 2 |",
+    ]
 
 
 def test_what_ships_is_small():

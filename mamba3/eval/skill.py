@@ -223,22 +223,18 @@ def differing(found: Sequence[Number]) -> list[Number]:
 
 def tables(record: dict[str, Any]) -> str:
     """The tables of a card: each row by task, what was trained by digits and carries as well."""
-    lines = [
-        "| | n | exact match | | loss | malformed | truncated |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    scaled = any(row["scaled"] for row in record["rows"])
+    head = ["", "n", "exact match", *["scaled"] * scaled, "loss", "malformed", "truncated"]
+    table = [head, ["---"] * len(head)]
     for row in record["rows"]:
         for task, n in row["n_per_task"].items():
-            scaled = row["scaled"].get(task)
-            more = "" if scaled is None else f"scaled {percent(scaled)}"
-            lines.append(
-                f"| {task}{_at(row)} | {n:,} | {percent(row['per_task'][task])} | {more} | | | |"
-            )
-        lines.append(
-            f"| all of {Row(row['stage'], row['n'], row['sizes']).title} | {row['n_found']:,} | "
-            f"{percent(row['exact_match'])} | | {row['loss']:.2g} | {row['malformed']} | "
-            f"{row['truncated']} |"
-        )
+            cells = [f"{task}{_at(row)}", f"{n:,}", percent(row["per_task"][task])]
+            table.append([*cells, *[_scaled(row, task)] * scaled, "", "", ""])
+        title = f"all of {Row(row['stage'], row['n'], row['sizes']).title}"
+        cells = [title, f"{row['n_found']:,}", percent(row["exact_match"]), *[""] * scaled]
+        ends = [f"{row['loss']:.2g}", str(row["malformed"]), str(row["truncated"])]
+        table.append([*cells, *ends])
+    lines = [f"| {' | '.join(cells)} |" for cells in table]
     groups = [
         f"| {name} | {row['n_per_group'][name]:,} | {percent(share)} |"
         for row in record["rows"]
@@ -247,6 +243,10 @@ def tables(record: dict[str, Any]) -> str:
     if groups:
         lines += ["", "| by size and carries | n | exact match |", "|---|---|---|", *groups]
     return "\n".join(lines)
+
+
+def _scaled(row: dict[str, Any], task: str) -> str:
+    return percent(row["scaled"][task]) if task in row["scaled"] else ""
 
 
 def _at(row: dict[str, Any]) -> str:
