@@ -78,7 +78,7 @@ def causal_conv(
         after = padded[(last[:, None] + torch.arange(taps - 1)).to(x.device)]
     y = _weighted(lagged, weight.to(wide), bias)
     # A copy: a state must not keep every token alive.
-    return F.silu(y).to(dtype), after.transpose(1, 2).contiguous()
+    return F.silu(y, inplace=not y.requires_grad).to(dtype), after.transpose(1, 2).contiguous()
 
 
 @no_autocast

@@ -229,16 +229,19 @@ class _ChunkedScan(torch.autograd.Function):
         dh, a = dh.mT, a.T.contiguous()
         dx, d_dt, d_b, d_c = (torch.empty_like(t) for t in (x, dt, b, c))
         d_a = torch.zeros_like(a)
-        for border, some in zip(reversed(borders), reversed(_chunks(x, dh)), strict=True):
+        chunks = zip(borders.unbind(), _chunks(x, dh), strict=True)
+        for border, some in reversed(list(chunks)):
             decay, states = _decays_and_inputs(x[:, some], dt[:, some], a, b[:, some])
             _run(decay, states, border)
             d_c[:, some] = (states @ dy[:, some].unsqueeze(-1)).squeeze(-1)
             # Gradients of the states: dh_t = decay_{t+1} dh_{t+1} + dy_t c_t.
             grads = c[:, some].unsqueeze(-1) * dy[:, some].unsqueeze(-2)
             grads[:, -1] += dh
-            for t in range(grads.shape[1] - 2, -1, -1):
-                grads[:, t].addcmul_(decay[:, t + 1], grads[:, t + 1])
-            dh = decay[:, 0] * grads[:, 0]
+            first, *factors = decay.unbind(1)
+            later, *earlier = reversed(grads.unbind(1))
+            for factor, grad in zip(reversed(factors), earlier, strict=True):
+                later = grad.addcmul_(factor, later)
+            dh = first * later
             # Of inputs dt x b, and of exponents dt a.
             d_product = (b[:, some].unsqueeze(-2) @ grads).squeeze(-2)
             d_b[:, some] = (grads @ (dt[:, some] * x[:, some]).unsqueeze(-1)).squeeze(-1)
@@ -313,9 +316,15 @@ def written(own: Tensor, after: Tensor) -> Tensor:
 
 
 def _skip_and_gate(y: Tensor, x: Tensor, d: Tensor | None, z: Tensor | None) -> Tensor:
+    """(y + d x) silu(z); where no gradient is recorded, in place of y."""
+    recorded = torch.is_grad_enabled()
     if d is not None:
-        y = torch.addcmul(y, d.to(y.dtype), x)
-    return y if z is None else y * F.silu(z.to(y.dtype))
+        d = d.to(y.dtype)
+        y = torch.addcmul(y, d, x) if recorded else y.addcmul_(d, x)
+    if z is not None:
+        gate = F.silu(z.to(y.dtype))
+        y = y * gate if recorded else y.mul_(gate)
+    return y
 
 
 def _check_shapes(x, dt, a, b, c, d, z) -> None:
