@@ -7,6 +7,7 @@ Shapes are B4 L512 d_model 256, N 64, P 64, float32, SISO and MIMO R = 4. Compar
     scan        mamba3_scan forward + backward, chunked against the sequential reference
     layer       TMamba3Layer forward + backward against its two projections and its gate alone
     step        one token for 4 sequences
+    Mamba-1     TMambaLayer against transformers' MambaMixer, where transformers is installed
     memory      peak resident size of a process that runs the layer forward + backward
 
 Both sides of a ratio are timed in turn, so that a noisy machine is noisy for both; times are
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from mamba3 import TMamba3Layer, ops
+from mamba3.layers import TMambaLayer
 
 BATCH, LENGTH, WIDTH = 4, 512, 256
 LONG = (4096, 8192, 16384)
@@ -120,6 +122,39 @@ def step_time(kind: str) -> float:
     return milliseconds
 
 
+def mamba1_times(batch: int, length: int) -> dict | None:
+    """Milliseconds of the Mamba-1 layer and of transformers' with its weights, if it is there."""
+    try:
+        import transformers
+        from transformers.models.mamba.modeling_mamba import MambaMixer
+    except ImportError:
+        return None
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    layer = TMambaLayer(WIDTH)
+    config = transformers.MambaConfig(
+        vocab_size=1, hidden_size=WIDTH, num_hidden_layers=1, time_step_rank=layer.dt_rank
+    )
+    other = MambaMixer(config, 0)
+    other.load_state_dict(layer.state_dict())
+    u = torch.randn(batch, length, WIDTH)
+    with torch.no_grad():
+        error = ((layer(u) - other(u)).norm() / other(u).norm()).item()
+    if not error < 1e-4:
+        raise SystemExit(f"Mamba-1: relative difference {error:.1e}; not timing it")
+    u.requires_grad_()
+    grad = torch.randn_like(u)
+
+    @torch.no_grad()
+    def forward(module):
+        module(u)
+
+    times = medians(lambda: forward(layer), lambda: forward(other))
+    times += medians(lambda: layer(u).backward(grad), lambda: other(u).backward(grad), repeats=3)
+    names = "forward_ms", "forward_transformers_ms", "both_ms", "both_transformers_ms"
+    return {"error": error, **dict(zip(names, times, strict=True))}
+
+
 def peak_memory(kind: str, batch: int, length: int) -> float:
     """Peak MB of a fresh process that runs the layer once forward and backward."""
     command = [sys.executable, __file__, "--peak", kind, str(batch), str(length)]
@@ -178,6 +213,7 @@ def main() -> None:
             "peak_mb": peak_memory(kind, batch, length),
             "peak_mb_by_length": {n: peak_memory(kind, 1, n) for n in long},
         }
+    results["Mamba-1"] = mamba1_times(batch, length)
     print_table(results)
     if args.json:
         with open(args.json, "w") as file:
@@ -209,6 +245,15 @@ def print_table(results: dict) -> None:
     for length in results["SISO"]["peak_mb_by_length"]:
         cells = (f"{results[k]['peak_mb_by_length'][length]:.0f}" for k in KINDS)
         print(f"{f'peak memory, B1 L{length}, MB':34}" + "".join(f"{c:>12}" for c in cells))
+    if results["Mamba-1"] is None:
+        print("Mamba-1 against transformers: transformers is not installed")
+        return
+    for label, key in (("forward", "forward"), ("forward + backward", "both")):
+        ours, theirs = (results["Mamba-1"][f"{key}{whose}_ms"] for whose in ("", "_transformers"))
+        print(
+            f"Mamba-1 layer {label}: {ours:.1f} ms; transformers {theirs:.0f} ms, "
+            f"{theirs / ours:.1f} times as long"
+        )
 
 
 if __name__ == "__main__":
