@@ -44,8 +44,9 @@ SKILLS = {
     3: ("sums and differences of 2- and 3-digit numbers, nothing to carry", "312+57"),
     4: ("sums and differences of numbers of up to {digits} digits, and longer ones", "978+145"),
     5: ("numbers times a digit, two digits times two with the working, and sums", "47*36"),
-    6: ("{tasks} of long problems", "(3+4*2)%5"),
+    6: ("{tasks} of long problems", ""),
 }
+STATES = {"parity": "p0110100", "modular": "%3+4*2-1", "brackets": "%((3+4)*2)"}
 
 
 def main() -> None:
@@ -136,7 +137,8 @@ def described(data) -> str:
 
 def write_skill_card(args, folder: Path, model, recipe: Recipe, record: dict[str, Any]) -> None:
     """README.md."""
-    data, problem = recipe.data, SKILLS[max(recipe.data.stages)][1]
+    data = recipe.data
+    problem = SKILLS[max(data.stages)][1] or STATES[record["tasks"][0]]
     base = recipe.train.init_from and zoo.public_name(recipe.train.init_from)
     what = f"stages {data.stages} of the arithmetic curriculum ({', '.join(record['tasks'])})"
     write_card(
