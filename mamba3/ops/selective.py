@@ -27,8 +27,8 @@ from .autograd import first_order, no_autocast
 from .dispatch import backend, on_kernels
 from .scan import checked_bounds
 
-# Elements of a chunk's decays: 2 MB in float32, so that the passes over a chunk stay in the cache.
-CHUNK_ELEMENTS = 1 << 19
+# Elements of a chunk's decays: 4 MB in float32. Smaller chunks launch more, larger leave the cache.
+CHUNK_ELEMENTS = 1 << 20
 # Triton's kernels hold gradients of the maps of all N in registers; wider states run on torch.
 KERNEL_STATE = 128
 LOG2_E = math.log2(math.e)
@@ -229,13 +229,16 @@ class _ChunkedScan(torch.autograd.Function):
         dh, a = dh.mT, a.T.contiguous()
         dx, d_dt, d_b, d_c = (torch.empty_like(t) for t in (x, dt, b, c))
         d_a = torch.zeros_like(a)
-        chunks = zip(borders.unbind(), _chunks(x, dh), strict=True)
-        for border, some in reversed(list(chunks)):
-            decay, states = _decays_and_inputs(x[:, some], dt[:, some], a, b[:, some])
+        rates = a * LOG2_E
+        chunks = _chunks(x, dh)
+        buffers = _buffers(3, chunks, dh)
+        for border, some in reversed(list(zip(borders.unbind(), chunks, strict=True))):
+            decay, states, grads = (t[:, : some.stop - some.start] for t in buffers)
+            _decays_and_inputs(decay, states, x[:, some], dt[:, some], rates, b[:, some])
             _run(decay, states, border)
             d_c[:, some] = (states @ dy[:, some].unsqueeze(-1)).squeeze(-1)
             # Gradients of the states: dh_t = decay_{t+1} dh_{t+1} + dy_t c_t.
-            grads = c[:, some].unsqueeze(-1) * dy[:, some].unsqueeze(-2)
+            torch.mul(c[:, some].unsqueeze(-1), dy[:, some].unsqueeze(-2), out=grads)
             grads[:, -1] += dh
             first, *factors = decay.unbind(1)
             later, *earlier = reversed(grads.unbind(1))
@@ -248,7 +251,7 @@ class _ChunkedScan(torch.autograd.Function):
             decay *= grads
             decay[:, 0] *= border
             decay[:, 1:] *= states[:, :-1]
-            d_dt[:, some] = (decay * a).sum(-2) + d_product * x[:, some]
+            d_dt[:, some] = torch.mul(decay, a, out=states).sum(-2) + d_product * x[:, some]
             d_a += decay.mul_(dt[:, some].unsqueeze(-2)).sum((0, 1))
             dx[:, some] = d_product * dt[:, some]
         return dx, d_dt, d_b, d_c, d_a.T, dh.mT
@@ -269,16 +272,15 @@ def _chunked_scan(
     in one pass each; what is left for every token is one fused multiply and add over the state.
     Sequences come first, so that a thread meets the same ones in every pass, in its own cache.
     """
-    a, h = a.T.contiguous(), h.mT.contiguous()
+    rates, h = a.T.contiguous() * LOG2_E, h.mT.contiguous()
     chunks = _chunks(x, h)
-    longest = chunks[0].stop
-    buffers = [h.new_empty(h.shape[0], longest, *h.shape[1:]) for _ in range(2)]
+    buffers = _buffers(2, chunks, h)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     for i, some in enumerate(chunks):
         if borders is not None:
             borders[i] = h
         decay, states = (t[:, : some.stop - some.start] for t in buffers)
-        _decays_and_inputs(x[:, some], dt[:, some], a, b[:, some], out=(decay, states))
+        _decays_and_inputs(decay, states, x[:, some], dt[:, some], rates, b[:, some])
         # A copy: the next chunk takes the buffer.
         h = _run(decay, states, h).clone()
         y[:, some] = (c[:, some].unsqueeze(-2) @ states).squeeze(-2)
@@ -290,13 +292,18 @@ def _chunks(x: Tensor, h: Tensor) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
+def _buffers(count: int, chunks: list[slice], h: Tensor) -> list[Tensor]:
+    """For what is (B, Q, N, D) in every chunk: fresh memory would cost more than to fill it."""
+    return [h.new_empty(h.shape[0], chunks[0].stop, *h.shape[1:]) for _ in range(count)]
+
+
 def _decays_and_inputs(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, out: tuple[Tensor, Tensor] = (None, None)
-) -> tuple[Tensor, Tensor]:
-    """exp(dt a) and dt x b of a chunk, each (B, Q, N, D)."""
-    # A power of 2: of torch's exponentials the fastest on a CPU, by a factor of three.
-    decay = torch.mul(dt.unsqueeze(-2), a * LOG2_E, out=out[0]).exp2_()
-    return decay, torch.mul(b.unsqueeze(-1), (dt * x).unsqueeze(-2), out=out[1])
+    decay: Tensor, states: Tensor, x: Tensor, dt: Tensor, rates: Tensor, b: Tensor
+) -> None:
+    """Write exp(dt a) and dt x b of a chunk, each (B, Q, N, D); rates are a / log 2."""
+    # Of torch's exponentials a power of 2 is the fastest on a CPU, by a factor of three.
+    torch.mul(dt.unsqueeze(-2), rates, out=decay).exp2_()
+    torch.mul(b.unsqueeze(-1), (dt * x).unsqueeze(-2), out=states)
 
 
 def _run(decay: Tensor, states: Tensor, h: Tensor) -> Tensor:
