@@ -54,6 +54,20 @@ def test_scan(monkeypatch, packed, dtype, tokens_in_chunk):
     assert_close(gradients(got, given), wanted, 2 * TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("taps", [1, 3])
+def test_inference_is_the_same_and_leaves_its_inputs(taps):
+    """Where no gradient is recorded, passes run in place: never in the caller's tensors."""
+    given = inputs()
+    wanted = selective_scan(**given)
+    x, weight = given["x"], torch.ones(5, taps, dtype=torch.float64, device=DEVICE)
+    wanted_conv = causal_conv(x, weight)
+    before = {name: t.detach().clone() for name, t in given.items()}
+    with torch.no_grad():
+        assert_close(selective_scan(**given), wanted, 1e-12)
+        assert_close(causal_conv(x, weight), wanted_conv, 1e-12)
+    assert all(torch.equal(t, before[name]) for name, t in given.items())
+
+
 def test_reference_is_the_recurrence():
     """One channel and one token after the other, in Python's own arithmetic."""
     given = {name: t.detach() for name, t in inputs(1, 4, 2, 2).items()}
