@@ -70,6 +70,8 @@ class Skill:
             FileNotFoundError: no such model.
             ValueError: it is no model of the curriculum.
         """
+        from mamba3.train.run import trained_on
+
         folder = zoo.resolve(name_or_path)
         data = trained_on(folder)
         if data is None:
@@ -150,18 +152,6 @@ class Skill:
                 ended=completion.ended_by == "eos",
             )
         return [answers[i] for i in range(len(problems))]
-
-
-def trained_on(folder: Path) -> DataRecipe | None:
-    """The data that a model was trained on, by its recipe.yaml; None if it has none."""
-    from mamba3.train import load_recipe
-    from mamba3.train.run import RECIPE_FILE
-
-    # The best model of a run lies in a folder of the run's.
-    for place in (folder, *([folder.absolute().parent] if folder.name == zoo.BEST else [])):
-        if (place / RECIPE_FILE).is_file():
-            return load_recipe(place / RECIPE_FILE).data
-    return None
 
 
 def shipped_skills() -> list[Skill]:

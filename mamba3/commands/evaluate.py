@@ -102,8 +102,8 @@ def _exact_match(args, folder: Path) -> None:
     from mamba3.data.jsonl import read_rows
     from mamba3.data.tokenizer import load_tokenizer
     from mamba3.eval.exact_match import exact_match, percent
-    from mamba3.solve import trained_on
     from mamba3.train.config import DataRecipe
+    from mamba3.train.run import trained_on
 
     if args.n is not None and args.n < 1:
         raise ValueError(f"--n must be at least 1, got {args.n}")

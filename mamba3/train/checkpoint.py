@@ -41,7 +41,9 @@ STATES = "checkpoints"
 # What may change when a run continues: it decides how long it goes and what is looked at, not what
 # a step does.
 FREE_KEYS = {
+    "data.eval_digits",
     "data.eval_problems",
+    "data.eval_symbols",
     "data.workers",
     "step.cache_steps",
     "step.parallel",

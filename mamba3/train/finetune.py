@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 
 from mamba3 import hub, zoo
 from mamba3.train.config import Recipe
-from mamba3.train.run import train
+from mamba3.train.run import train, trained_on
 from mamba3.train.tasks import Measured
-from mamba3.train.tasks.rows import PromptRows, share_of
+from mamba3.train.tasks.rows import ARITHMETIC, PromptRows, share_of
 
 # Rows to see, in as many passes as that takes, where nobody says how long.
 ROWS_SEEN, MOST_EPOCHS = 10_000, 20
+# Of a recipe's data: which problems of the curriculum, and how they are written.
+PROBLEM_KEYS = ("stages", "tasks", "shares", "answer_order", "operands", "digits", "symbols")
 
 
 class FinetuneResult(NamedTuple):
@@ -138,8 +140,8 @@ def finetune_recipe(
         pack: rows are packed into rows of so many tokens; None pads them.
         too_long: what of rows that are longer: "cut" or "drop".
         mix: share of a step's rows that are taken of `mix_data`, to keep what the model knew.
-        mix_data: other rows, or "arithmetic", the curriculum of the shipped model; with mix=0 they
-            are measured alone.
+        mix_data: other rows, or "arithmetic", the problems of the curriculum that the model was
+            trained on; with mix=0 they are measured alone.
         lora_rank: rank of low-rank adapters, which alone are trained; 0 trains all weights.
         precision: "float32", "bf16", "fp16" or "bf16-weights".
         eval_every: steps between evaluations; 0 makes them at the start and at the end alone.
@@ -177,6 +179,8 @@ def finetune_recipe(
             "device": device,
         },
     }
+    if mix_path == ARITHMETIC:
+        values["data"] |= _problems_of(folder)
     for key, value in (changes or {}).items():
         group, _, name = key.partition(".")
         values.setdefault(group, {})[name] = value
@@ -189,6 +193,14 @@ def finetune_recipe(
     return dataclasses.replace(
         recipe, optim=dataclasses.replace(recipe.optim, **(schedule | given))
     )
+
+
+def _problems_of(folder: Path) -> dict[str, Any]:
+    """Which problems of the curriculum a model knows, and in which form."""
+    data = trained_on(folder)
+    if data is None or data.kind != "arithmetic":
+        return {}
+    return {name: getattr(data, name) for name in PROBLEM_KEYS}
 
 
 def _with_steps(recipe: Recipe, epochs: float | None) -> Recipe:

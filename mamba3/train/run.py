@@ -29,7 +29,7 @@ from mamba3.threads import limited_threads, worthwhile_threads
 from mamba3.train import checkpoint, memory
 from mamba3.train.card import write_card
 from mamba3.train.checkpoint import Checkpoints, SavedState
-from mamba3.train.config import OPTIMIZERS, Recipe
+from mamba3.train.config import OPTIMIZERS, DataRecipe, Recipe, load_recipe
 from mamba3.train.log import open_log
 from mamba3.train.loop import fit, make_step
 from mamba3.train.lora import add_adapters, merged
@@ -42,6 +42,17 @@ from mamba3.train.tasks import Measured, Task, task_of
 
 RECIPE_FILE = "recipe.yaml"
 BEST = "best"
+
+
+def trained_on(folder: Path) -> DataRecipe | None:
+    """The data that a model was trained on, by its recipe.yaml; None if it has none."""
+    # The best model of a run lies in a folder of the run's.
+    for place in (folder, *([folder.absolute().parent] if folder.name == BEST else [])):
+        if (place / RECIPE_FILE).is_file():
+            return load_recipe(place / RECIPE_FILE).data
+    return None
+
+
 # Times that a run goes back to the same state before it gives up.
 ROLLBACKS = 3
 logger = logging.getLogger(__name__)

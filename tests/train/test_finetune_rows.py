@@ -12,7 +12,7 @@ from mamba3.cli import main
 from mamba3.data import rows
 from mamba3.data.byte_tokenizer import ByteTokenizer
 from mamba3.eval.exact_match import exact_match
-from mamba3.train import finetune
+from mamba3.train import Recipe, finetune
 from mamba3.train.finetune import finetune_recipe
 from mamba3.train.step import TrainStep
 from mamba3.train.tasks.rows import OLD, PromptRows, mask_text
@@ -190,6 +190,18 @@ def test_old_data_is_mixed_in_and_measured(write, tmp_path, steps_made, pack):
         assert result.exact_match_after == exact_match(model, tokenizer, task.problems).overall
         assert (result.old_before == 1) == (mix_data == "arithmetic")
         assert "Tasks that begin with 'old ' are those of" in (out / "README.md").read_text()
+
+
+def test_problems_that_are_mixed_in_are_those_of_the_model(base, write, tmp_path):
+    """Its stages, and numbers written as it reads them."""
+    folder = tmp_path / "skill"
+    Mamba3LM.from_pretrained(base).save_pretrained(folder, tokenizer=load_tokenizer(base))
+    data = {"stages": [2, 4], "operands": "interleaved", "answer_order": "lsd_first", "digits": 3}
+    recipe = {"data": data, "optim": {"lr": 1e-3}, "train": {"steps": 1, "init_from": "./before"}}
+    (folder / "recipe.yaml").write_text(Recipe.from_dict(recipe).to_yaml())
+    options = {"mix": 0.3, "mix_data": "arithmetic", "steps": 2}
+    mixed = finetune_recipe(folder, write(ROWS["prompt"]), **options).data
+    assert {name: getattr(mixed, name) for name in data} == data
 
 
 def test_a_run_that_stopped_is_resumed(base, write, tmp_path, read_metrics):
