@@ -87,6 +87,10 @@ class Skill:
         """Why a problem is none of those that were trained; None if it is one."""
         return self.data.problems.outside(natural(problem), self.data.stages)
 
+    def has_form_of(self, problem: str) -> bool:
+        """Whether a problem looks like those that were trained, of whatever size."""
+        return self.data.problems.has_form_of(natural(problem), self.data.stages)
+
     def prompt(self, problem: str) -> str:
         """A problem as the model reads it.
 
@@ -168,18 +172,13 @@ def choose(problem: str, skills: Sequence[Skill]) -> Skill:
     Raises:
         ValueError: none can.
     """
-    asked = natural(problem)
-    reasons = [(skill, skill.outside(problem)) for skill in skills]
-    # A reason that does not begin with the problem is about its size.
-    for wanted in (
-        lambda reason: reason is None,
-        lambda reason: not reason.startswith(repr(asked)),
-    ):
-        for skill, reason in reasons:
-            if wanted(reason):
-                return skill
+    fitting = [skill for skill in skills if skill.outside(problem) is None]
+    fitting += [skill for skill in skills if skill.has_form_of(problem)]
+    if fitting:
+        return fitting[0]
     errors = []
-    for skill in reversed(skills):
+    # Those of states last: their problems have a letter of their own.
+    for skill in sorted(skills, key=lambda s: (s.data.stages == [6], -max(s.data.stages))):
         try:
             skill.prompt(problem)
         except ValueError as error:

@@ -42,7 +42,7 @@ SKILLS = {
     1: ("copy, reverse, successor and comparison of numbers of 1-4 digits", "s1299"),
     2: ("sums and differences of single digits, after copying and comparing numbers", "7+8"),
     3: ("sums and differences of 2- and 3-digit numbers, nothing to carry", "312+57"),
-    4: ("sums and differences of numbers of up to {digits} digits, and longer ones", "978+145"),
+    4: ("sums and differences of numbers of up to {digits} digits", "978+145"),
     5: ("numbers times a digit, two digits times two with the working, and sums", "47*36"),
     6: ("{tasks} of long problems", ""),
 }

@@ -115,7 +115,7 @@ def test_it_has_a_name(weights, monkeypatch):
     [model] = zoo._skills()
     monkeypatch.setitem(zoo.MODELS, "adder", model)
     assert model.description == (
-        "sums and differences of numbers of up to 3 digits, and longer ones (stages 2, 4; answers "
+        "sums and differences of numbers of up to 3 digits (stages 2, 4; answers "
         "lsd_first, operands interleaved)"
     )
     assert model.stages == (2, 4)

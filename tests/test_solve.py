@@ -146,7 +146,7 @@ def test_the_best_of_a_run_has_the_recipe_of_the_run(tmp_path):
         ("p" + "01" * 90, "state"),
         ("9" * 90 + "-1", "carry"),
         ("1" * 20 + "*3", "products"),
-        ("c12", "state"),  # all can read it, none was trained on it
+        ("c12", "products"),  # all can read it, none was trained on it
     ],
 )
 def test_who_answers(skills, problem, name):

@@ -12,7 +12,7 @@ first; `mamba3.data.arithmetic_forms` has the others.
     2      subtract    3-9          -6              difference of two digits
     3      plus        312+57       369             numbers of 2 or 3 digits, nothing to carry
     3      minus       978-45       933             the same, nothing to borrow
-    3      chain       31+57-8      80              a sum and then a difference, neither to carry
+    3      chain       31+57-80     8               a sum and then a difference, neither to carry
     4      sum         978+145      1123            numbers of 1 to 10 digits
     4      difference  145-978      -833            the same
     5      times       12345678*7   86419746        a number of 1 to 8 digits times one digit

@@ -116,6 +116,10 @@ class ProblemOptions:
         # Single digits are facts.
         return range(min(2, most), most + 1) if least else ()
 
+    def has_form_of(self, prompt: str, stages: Sequence[int]) -> bool:
+        """Whether a problem in its natural form looks like one of the stages, of whatever size."""
+        return any(re.fullmatch(_SHAPES[task.name], prompt) for task in self.tasks_of(stages))
+
     def outside(self, prompt: str, stages: Sequence[int]) -> str | None:
         """Why a problem in its natural form is none of those of the stages; None if it is."""
         reasons = []

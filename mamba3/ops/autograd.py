@@ -61,12 +61,17 @@ def run(function, *args):
     """
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args):
         return function.apply(*args)
-    return function.forward(_NoContext, *args)
+    return function.forward(_NoContext(len(args)), *args)
 
 
 class _NoContext:
     """Stands in for autograd's context where nothing is differentiated."""
 
-    @staticmethod
-    def save_for_backward(*tensors):
+    def __init__(self, inputs: int):
+        self.needs_input_grad = (False,) * inputs
+
+    def save_for_backward(self, *tensors):
+        pass
+
+    def set_materialize_grads(self, value):
         pass

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .autograd import first_order, no_autocast
+from .autograd import first_order, no_autocast, run
 from .dispatch import on_kernels
 from .scan import checked_bounds
 from .selective import written
@@ -57,7 +57,7 @@ def causal_conv(
         )
     if on_kernels(x, weight, bias, state):
         tokens = tuple(bounds or range(0, batch * length + 1, length))
-        return _KernelConv.apply(x, weight, bias, state, tokens)
+        return run(_KernelConv, x, weight, bias, state, tokens)
     wide = torch.promote_types(x.dtype, torch.float32)
     x, dtype = x.to(wide), x.dtype
     before = x.new_zeros(shape) if state is None else state.to(wide)
@@ -132,10 +132,10 @@ class _KernelConv(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, dy, d_final):
-        x = ctx.saved_tensors[0]
+        x, *others = ctx.saved_tensors
         dy = torch.zeros(x.shape, dtype=x.dtype, device=x.device) if dy is None else dy
         d_final = None if d_final is None else d_final.contiguous()
-        grads = ctx.conv.backward(*ctx.saved_tensors, dy.contiguous(), d_final)
+        grads = ctx.conv.backward(x, *others, dy.contiguous(), d_final)
         cast = (
             None if t is None else t.to(dtype) for t, dtype in zip(grads, ctx.dtypes, strict=True)
         )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .autograd import first_order, no_autocast
+from .autograd import first_order, no_autocast, run
 from .boundary import closing_state, opening_h
 from .chunking import SequenceEnds
 from .gate import gate_and_mix
@@ -58,7 +58,7 @@ def mamba3_scan_kernels(
     per_token = ((x, 2), (b, 3), (c, 3), (dt, 1), (a, 1), (lam, 1), (rate, 1))
     tokens = [token_rows(t, inner) for t, inner in per_token]
     weights = [None if t is None else t.float().contiguous() for t in (b_bias, c_bias, d, mimo_x)]
-    y, h, phase = _KernelScan.apply(*tokens, *weights, h0, phase0, bounds, chunk_size)
+    y, h, phase = run(_KernelScan, *tokens, *weights, h0, phase0, bounds, chunk_size)
     y = gate_and_mix(y, z, mimo_z, mimo_o, norm_weight, norm_eps)
     if not return_state:
         return y, None

@@ -169,7 +169,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, labels, ignore_index, dtype):
-        wanted = getattr(ctx, "needs_input_grad", (False, False))[:2]
+        wanted = ctx.needs_input_grad[:2]
         total, *grads = total_and_gradients(x, weight, labels, ignore_index, *wanted, dtype)
         ctx.save_for_backward(*grads)
         ctx.dtypes = x.dtype, weight.dtype

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import autograd
 from .autograd import first_order, no_autocast
 from .dispatch import backend, on_kernels
 from .scan import checked_bounds
@@ -90,7 +91,7 @@ def selective_scan(
         raise ValueError(f"the state has shape {tuple(h.shape)}, expected {(sequences, *a.shape)}")
     if on_kernels(x, dt, a, b, c, d, z, h) and a.shape[1] <= KERNEL_STATE:
         tokens = bounds or range(0, x.shape[0] * x.shape[1] + 1, x.shape[1])
-        return _KernelScan.apply(x, dt, a, b, c, d, z, h, tuple(tokens), softplus)
+        return autograd.run(_KernelScan, x, dt, a, b, c, d, z, h, tuple(tokens), softplus)
     if h is None:
         h = x.new_zeros((sequences, *a.shape), dtype=wide)
     differentiated = torch.is_grad_enabled() and any(

@@ -257,7 +257,7 @@ def _no_launches(account: Account) -> Iterator[None]:
     """Let launches of kernels do nothing."""
     from triton.runtime.jit import KernelInterface
 
-    from mamba3.ops.triton import scan
+    from mamba3.ops.triton import scan, selective_launch
 
     def launch(kernel, grid) -> Callable[..., None]:
         return lambda *args, **constants: None
@@ -272,6 +272,7 @@ def _no_launches(account: Account) -> Iterator[None]:
     with (
         mock.patch.object(KernelInterface, "__getitem__", launch),
         mock.patch.object(scan, "multiprocessors", return_value=MULTIPROCESSORS),
+        mock.patch.object(selective_launch, "multiprocessors", return_value=MULTIPROCESSORS),
         mock.patch.object(scan.Scan, "__init__", make_scan),
     ):
         yield

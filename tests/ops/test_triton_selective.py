@@ -89,6 +89,26 @@ def test_only_some_gradients():
     assert_close(got, expected, 2 * TOLERANCE[torch.float32])
 
 
+def test_nothing_is_kept_where_nothing_is_differentiated(monkeypatch):
+    """Though weights require gradients."""
+    from mamba3.ops.triton.selective_launch import SelectiveScan
+
+    kept, forward = [], SelectiveScan.forward
+    monkeypatch.setattr(
+        SelectiveScan, "forward", lambda self, inputs, training: (
+            kept.append(training), forward(self, inputs, training)
+        )[1],
+    )  # fmt: skip
+    given = inputs(length=18, width=3, d_state=2, dtype=torch.float32)
+    with use_backend("triton"):
+        y, h = selective_scan(**given, softplus=True)
+        with torch.no_grad():
+            again = selective_scan(**given, softplus=True)
+    assert kept == [True, False]
+    assert torch.equal(again[0], y)
+    assert torch.equal(again[1], h)
+
+
 def test_same_bits_again():
     given = inputs(length=18, width=3, d_state=2, dtype=torch.float32)
     with use_backend("triton"):
