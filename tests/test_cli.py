@@ -376,7 +376,7 @@ def test_quickstart(quickstart):
         float(done.stdout.partition(f"{word} ")[2].partition(" %")[0])
         for word in ("before", "after")
     )
-    assert before < 10
+    assert before < 30  # some are sorted already
     assert after > 90
     files = {path.name for path in (quickstart.shell.folder / "mamba3-quickstart").iterdir()}
     assert files >= {"config.json", "model.safetensors", "tokenizer.json", "README.md"}
