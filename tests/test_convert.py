@@ -12,6 +12,7 @@ from mamba3 import Mamba3Config, Mamba3LM, load_model, load_tokenizer
 from mamba3.cli import main
 from mamba3.convert import convert
 from mamba3.forms import form_of, from_fla, from_official, to_fla, to_official, to_transformers
+from mamba3.zoo import resolve
 
 GOLDENS = sorted(path for path in (Path(__file__).parent / "assets/goldens").iterdir())
 NO_MLP = next(path for path in GOLDENS if path.name == "siso_outnorm_nomlp")
@@ -311,7 +312,8 @@ def test_tokenizer_and_card_come_along(tmp_path):
     assert load_tokenizer(tmp_path / "out").encode("1") == load_tokenizer("arithmetic-tiny").encode(
         "1"
     )
-    assert (tmp_path / "out/README.md").read_text().startswith("---\nlicense: apache-2.0")
+    card = (resolve("arithmetic-tiny") / "README.md").read_text()
+    assert (tmp_path / "out/README.md").read_text() == card
 
 
 def test_a_card_where_there_was_none(fla_folder, tmp_path):
