@@ -30,6 +30,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def _segment(segment, segments_ptr):
+    """Its row of the table."""
+    row = segments_ptr + segment * 5
+    return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
+
+
+@triton.jit
 def _places(chunk, table_ptr, t, d, channels, lane):
     """First row of a chunk, its rows from there, columns, and which of its tile are real.
 
@@ -143,8 +150,7 @@ def ends_kernel(
     segment, t = tl.program_id(0).to(tl.int64), tl.arange(0, T)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     here = d < channels
-    begin = tl.load(segments_ptr + segment * 5)
-    end = tl.load(segments_ptr + segment * 5 + 1)
+    begin, end, _sequence, _opens, _closes = _segment(segment, segments_ptr)
     total = tl.zeros([BLOCK_D], tl.float32)
     for i in range(end - begin):
         chunk = (end - 1 - i) if REVERSE else (begin + i)
@@ -188,11 +194,7 @@ def forward_kernel(
     segment, t = tl.program_id(0).to(tl.int64), tl.arange(0, T)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     here = d < channels
-    begin = tl.load(segments_ptr + segment * 5)
-    end = tl.load(segments_ptr + segment * 5 + 1)
-    sequence = tl.load(segments_ptr + segment * 5 + 2)
-    opens = tl.load(segments_ptr + segment * 5 + 3)
-    closes = tl.load(segments_ptr + segment * 5 + 4)
+    begin, end, sequence, opens, closes = _segment(segment, segments_ptr)
     skip = tl.load(d_ptr + d, here, 0.0) if SKIP else tl.zeros([BLOCK_D], tl.float32)
     for n in range(N):
         a = tl.load(a_ptr + n * channels + d, here, 0.0) * LOG2E
@@ -257,11 +259,7 @@ def backward_kernel(
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     here = d < channels
     columns = tl.arange(0, BLOCK_N)
-    begin = tl.load(segments_ptr + segment * 5)
-    end = tl.load(segments_ptr + segment * 5 + 1)
-    sequence = tl.load(segments_ptr + segment * 5 + 2)
-    opens = tl.load(segments_ptr + segment * 5 + 3)
-    closes = tl.load(segments_ptr + segment * 5 + 4)
+    begin, end, sequence, opens, closes = _segment(segment, segments_ptr)
     skip = tl.load(d_ptr + d, here, 0.0) if SKIP else tl.zeros([BLOCK_D], tl.float32)
     for n in range(N):
         a = tl.load(a_ptr + n * channels + d, here, 0.0) * LOG2E

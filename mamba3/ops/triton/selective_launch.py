@@ -48,19 +48,6 @@ class Inputs(NamedTuple):
         return cls(x, dt, b, c, a.float().T.contiguous(), d, z, h)
 
 
-class Gradients(NamedTuple):
-    """Gradients of `Inputs`, in the shapes of the public arguments."""
-
-    x: Tensor
-    dt: Tensor
-    b: Tensor
-    c: Tensor
-    a: Tensor
-    d: Tensor | None
-    z: Tensor | None
-    h: Tensor | None
-
-
 class SelectiveScan:
     """One scan's launches; holds sizes and where tokens lie, tensors are passed.
 
@@ -120,8 +107,12 @@ class SelectiveScan:
 
     def backward(
         self, inputs: Inputs, maps: Tensor, borders: Tensor, dy: Tensor, d_final: Tensor | None
-    ) -> Gradients:
-        """All gradients, given those of the output and of the last states (sequences, N, D)."""
+    ) -> Inputs:
+        """Gradients of the inputs, in the shapes of the public arguments.
+
+        Args:
+            dy, d_final: those of the output and of the last states, (sequences, N, D) or None.
+        """
         x, dt, b, c, a, d, z, h = inputs
         block_n = max(16, triton.next_power_of_2(self.d_state))
         dx, d_dt, d_b, d_c, dz = (
@@ -156,7 +147,7 @@ class SelectiveScan:
                 )  # fmt: skip
         d_d = d_d.sum(0) if self.skip else None
         d_start = None if h is None else d_start.mT
-        return Gradients(dx, d_dt, d_b, d_c, d_a.sum(0).T, d_d, dz, d_start)
+        return Inputs(dx, d_dt, d_b, d_c, d_a.sum(0).T, d_d, dz, d_start)
 
     def _ends(self, inputs: Inputs, maps: Tensor, rows: Tensor, reverse: bool):
         """What segments that start from nothing end with; unused where none follows another."""
