@@ -289,13 +289,18 @@ def times(
         torch.autograd.grad(function(), leaves, grad)
 
     both_ms = median_ms(both, repeats)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    both()
-    extra = torch.cuda.max_memory_allocated() - before
+    extra = extra_mb(both)
     with torch.no_grad():
         forward_ms = median_ms(function, repeats)
-    return {"forward_ms": forward_ms, "both_ms": both_ms, "extra_mb": extra / 2**20}
+    return {"forward_ms": forward_ms, "both_ms": both_ms, "extra_mb": extra}
+
+
+def extra_mb(function) -> float:
+    """Megabytes that a call takes at most, beyond what was allocated before."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def median_ms(function, repeats: int) -> float:

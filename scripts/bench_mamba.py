@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 import torch
-from bench_gpu import error, graph_ms, median_ms
+from bench_gpu import error, extra_mb, graph_ms, median_ms
 from torch import Tensor
 
 from mamba3.layers import TMambaLayer
@@ -126,13 +126,6 @@ def scan_row(batch: int, length: int) -> dict:
     row["conv ms"] = median_ms(lambda: causal_conv(x, weight), 20)
     row["its copy ms"] = copy_ms(2 * tile)
     return row
-
-
-def extra_mb(function) -> float:
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    function()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 # whole layers

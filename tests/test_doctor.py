@@ -149,7 +149,7 @@ def test_a_fault_of_another_kernel_is_found(monkeypatch, failing, module, name, 
     ("owner", "name", "index", "expected"),
     [
         (selective_launch.SelectiveScan, "forward", 0, {"selective_scan, packed"}),
-        (selective_launch.SelectiveScan, "backward", 2, {"selective_scan, packed"}),
+        (selective_launch.SelectiveScan, "backward", 3, {"selective_scan, packed"}),
         (conv_kernels.Conv, "backward", 1, {"causal_conv, packed"}),
     ],
 )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mamba3.data import arithmetic
-from mamba3.data.problems import collate
+from mamba3.data.problems import Problem, collate
 from mamba3.eval.exact_match import ExactMatch, exact_match, percent
 from mamba3.eval.perplexity import Perplexity, perplexity
 
@@ -99,6 +99,25 @@ def rows_of(data: DataRecipe) -> list[Row]:
     return [*rows, *(Row(last, EACH * len(tasks), (size,)) for size in BEYOND.get(last, ()))]
 
 
+def measure_problems(
+    model, tokenizer, problems: Sequence[Problem], data: DataRecipe
+) -> tuple[ExactMatch, Perplexity]:
+    """Exact match on problems in the form of a recipe's data, and the loss of their answers."""
+    found = exact_match(
+        model,
+        tokenizer,
+        problems,
+        batch_size=BATCH,
+        chance=arithmetic.CHANCE,
+        well_formed=partial(arithmetic.well_formed, form=data.problems.form),
+    )
+    batches = (
+        collate(problems[first : first + BATCH], tokenizer)
+        for first in range(0, len(problems), BATCH)
+    )
+    return found, perplexity(model, batches)
+
+
 def measure_stage(
     model,
     data: DataRecipe,
@@ -129,24 +148,13 @@ def measure_stage(
         sizes=data.eval_sizes(stage) if sizes is None else sizes,
     )
     problems.sort(key=lambda problem: len(problem.prompt))  # batches of about one length
-    found = exact_match(
-        model,
-        tokenizer,
-        problems,
-        batch_size=BATCH,
-        chance=arithmetic.CHANCE,
-        well_formed=partial(arithmetic.well_formed, form=data.problems.form),
-    )
+    found, loss = measure_problems(model, tokenizer, problems, data)
     order = [task.name for task in data.problems.tasks_of([stage])]
     found = found._replace(
         per_task={task: found.per_task[task] for task in order if task in found.per_task},
         n_per_task={task: found.n_per_task[task] for task in order if task in found.n_per_task},
     )
-    batches = (
-        collate(problems[first : first + BATCH], tokenizer)
-        for first in range(0, len(problems), BATCH)
-    )
-    return found, perplexity(model, batches)
+    return found, loss
 
 
 def measure_row(

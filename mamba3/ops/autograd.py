@@ -54,12 +54,26 @@ def first_order(backward):
     return wrapped
 
 
+def differentiated(*args) -> bool:
+    """Whether gradients of an op of these are recorded; what is no tensor does not count."""
+    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args)
+
+
+def written(own: Tensor, after: Tensor) -> Tensor:
+    """A tensor that a kernel has updated, itself or as its dense copy `after`."""
+    if own is not after:
+        own.copy_(after)
+    # A graph that saved this tensor for its backward pass must see that it has changed.
+    torch.autograd.graph.increment_version(own)
+    return own
+
+
 def run(function, *args):
     """Run an autograd.Function, or its forward alone where nothing is differentiated.
 
     `Function.apply` costs more than a small op itself; decoding is bound by such costs.
     """
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args):
+    if differentiated(*args):
         return function.apply(*args)
     return function.forward(_NoContext(len(args)), *args)
 

@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .autograd import first_order, no_autocast, run
+from .autograd import differentiated, first_order, no_autocast, run, written
 from .dispatch import on_kernels
-from .scan import checked_bounds
-from .selective import written
+from .scan import checked_bounds, row_bounds
 
 
 @no_autocast
@@ -56,7 +55,7 @@ def causal_conv(
             f"{tuple(weight.shape)} and {None if state is None else tuple(state.shape)}"
         )
     if on_kernels(x, weight, bias, state):
-        tokens = tuple(bounds or range(0, batch * length + 1, length))
+        tokens = tuple(bounds or row_bounds(x))
         return run(_KernelConv, x, weight, bias, state, tokens)
     wide = torch.promote_types(x.dtype, torch.float32)
     x, dtype = x.to(wide), x.dtype
@@ -91,10 +90,9 @@ def causal_conv_step(
         x, weight, bias, state: as in `causal_conv`, without its dimension L.
         inplace: update the state's tensor and return it, recording no gradient.
     """
-    tensors = [t for t in (x, weight, bias, state) if t is not None]
-    differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    tensors = x, weight, bias, state
     # The kernel has no backward pass.
-    if not torch.compiler.is_compiling() and not differentiated and on_kernels(*tensors):
+    if not (torch.compiler.is_compiling() or differentiated(*tensors)) and on_kernels(*tensors):
         from .triton.conv import step
 
         before = state.contiguous()

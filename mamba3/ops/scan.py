@@ -94,7 +94,7 @@ def mamba3_scan(
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, or None, got {chunk_size}")
     if cu_seqlens is None:
-        bounds = range(0, x.shape[0] * x.shape[1] + 1, x.shape[1])
+        bounds = row_bounds(x)
     else:
         bounds = checked_bounds(cu_seqlens, x)
     sequences = len(bounds) - 1
@@ -177,6 +177,11 @@ def _check_shapes(x, b, c, dt, a, lam, rate, b_bias, c_bias, d, z, mimo, norm_we
     for name, (t, shape) in expected.items():
         if t is not None and tuple(t.shape) != tuple(shape):
             raise ValueError(f"{name} has shape {tuple(t.shape)}, expected {tuple(shape)}")
+
+
+def row_bounds(x: Tensor) -> range:
+    """Boundaries of the rows of x (B, L, ...) in its flattened tokens."""
+    return range(0, x.shape[0] * x.shape[1] + 1, x.shape[1])
 
 
 def checked_bounds(cu_seqlens: Tensor, x: Tensor) -> tuple[int, ...]:

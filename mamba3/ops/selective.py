@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import autograd
-from .autograd import first_order, no_autocast
+from .autograd import differentiated, first_order, no_autocast, written
 from .dispatch import backend, on_kernels
-from .scan import checked_bounds
+from .scan import checked_bounds, row_bounds
 
 # Elements of a chunk's decays: 4 MB in float32. Smaller chunks launch more, larger leave the cache.
 CHUNK_ELEMENTS = 1 << 20
@@ -90,17 +90,15 @@ def selective_scan(
     if h is not None and h.shape != (sequences, *a.shape):
         raise ValueError(f"the state has shape {tuple(h.shape)}, expected {(sequences, *a.shape)}")
     if on_kernels(x, dt, a, b, c, d, z, h) and a.shape[1] <= KERNEL_STATE:
-        tokens = bounds or range(0, x.shape[0] * x.shape[1] + 1, x.shape[1])
-        return autograd.run(_KernelScan, x, dt, a, b, c, d, z, h, tuple(tokens), softplus)
+        tokens = tuple(bounds or row_bounds(x))
+        return autograd.run(_KernelScan, x, dt, a, b, c, d, z, h, tokens, softplus)
     if h is None:
         h = x.new_zeros((sequences, *a.shape), dtype=wide)
-    differentiated = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x, dt, a, b, c, h)
-    )
     if backend(x.device) == "reference":
         run = selective_scan_reference
     else:
-        run = _ChunkedScan.apply if differentiated else _chunked_scan
+        recorded = differentiated(x, dt, a, b, c, h)
+        run = _ChunkedScan.apply if recorded else _chunked_scan
     values = x.to(wide)
     dt = F.softplus(dt.to(wide)) if softplus else dt.to(wide)
     a, b, c, h = (t.to(wide) for t in (a, b, c, h))
@@ -145,10 +143,9 @@ def selective_step(
     Returns:
         The output (B, D) in x's dtype, and the new state.
     """
-    tensors = [t for t in (x, dt, a, b, c, d, z, h) if t is not None]
-    differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    tensors = x, dt, a, b, c, d, z, h
     # The kernel has no backward pass.
-    if not torch.compiler.is_compiling() and not differentiated and on_kernels(*tensors):
+    if not (torch.compiler.is_compiling() or differentiated(*tensors)) and on_kernels(*tensors):
         from .triton.selective_step import step
 
         before = h.contiguous()
@@ -205,10 +202,8 @@ class _KernelScan(torch.autograd.Function):
         dy = torch.zeros_like(inputs.x) if dy is None else dy
         d_final = None if d_final is None else d_final.mT.contiguous()
         grads = ctx.scan.backward(inputs, maps, borders, dy.contiguous(), d_final)
-        in_order = (getattr(grads, name) for name in ("x", "dt", "a", "b", "c", "d", "z", "h"))
         cast = (
-            None if t is None else t.to(dtype)
-            for t, dtype in zip(in_order, ctx.dtypes, strict=True)
+            None if t is None else t.to(dtype) for t, dtype in zip(grads, ctx.dtypes, strict=True)
         )
         return *cast, None, None
 
@@ -312,15 +307,6 @@ def _run(decay: Tensor, states: Tensor, h: Tensor) -> Tensor:
     for factor, state in zip(decay.unbind(1), states.unbind(1), strict=True):
         h = state.addcmul_(factor, h)
     return h
-
-
-def written(own: Tensor, after: Tensor) -> Tensor:
-    """The tensor itself, after a kernel has updated it, or a dense copy of it, in place."""
-    if own is not after:
-        own.copy_(after)
-    # A graph that saved this tensor for its backward pass must see that it has changed.
-    torch.autograd.graph.increment_version(own)
-    return own
 
 
 def _skip_and_gate(y: Tensor, x: Tensor, d: Tensor | None, z: Tensor | None) -> Tensor:

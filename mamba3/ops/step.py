@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import compiled
-from .autograd import no_autocast
+from .autograd import differentiated, no_autocast
 from .dispatch import backend
 from .norm import rms_norm
 from .reference import Mimo, mamba3_scan_reference, wrap_phase
@@ -61,14 +61,14 @@ def mamba3_step(
     """
     arguments = [x, b, c, dt, a, lam, rate, b_bias, c_bias, d, z]
     tensors = [t for t in (*arguments, *(mimo or ()), norm_weight, *state) if t is not None]
-    differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    if inplace and differentiated:
+    recorded = differentiated(*tensors)
+    if inplace and recorded:
         raise ValueError(
             "inplace=True records no gradient, but an argument requires one: call it under "
             "torch.no_grad() or torch.inference_mode(), or leave inplace=False"
         )
     compiling = torch.compiler.is_compiling()
-    if compiling and not differentiated:
+    if compiling and not recorded:
         more = (norm_weight, norm_eps, state, inplace, state_indices)
         return compiled.step(arguments, mimo, *more)
     if state_indices is not None:
@@ -77,7 +77,7 @@ def mamba3_step(
     # Ops of torch are traced as they are, and have gradients of their own.
     chosen = "torch" if compiling else backend(x.device)
     # The kernel has no backward pass, and computes in float32.
-    if chosen == "triton" and not differentiated and all(t.dtype != torch.float64 for t in tensors):
+    if chosen == "triton" and not recorded and all(t.dtype != torch.float64 for t in tensors):
         from .triton.step import step
 
         return step(*arguments, mimo, norm_weight, norm_eps, state, inplace, state_indices)

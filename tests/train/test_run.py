@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 
 from mamba3 import Mamba3LM
 from mamba3.data import arithmetic
+from mamba3.eval import skill
 from mamba3.eval.exact_match import exact_match
 from mamba3.train import loop, train
 from mamba3.train.checkpoint import Checkpoints
 from mamba3.train.config import load_recipe
 from mamba3.train.signals import StopSignals
-from mamba3.train.tasks import curriculum
 from mamba3.train.tensor_files import read_tensors
 
 
@@ -336,10 +336,10 @@ def test_a_damaged_state_falls_back_to_the_one_before(
 def test_the_last_states_and_the_best_model_are_kept(make_recipe, tmp_path, monkeypatch):
     scores = iter([0.1, 0.5, 0.3, 0.5, 0.4])
 
-    def measured(*args, original=curriculum.exact_match, **options):
+    def measured(*args, original=skill.exact_match, **options):
         return original(*args, **options)._replace(overall=next(scores))
 
-    monkeypatch.setattr(curriculum, "exact_match", measured)
+    monkeypatch.setattr(skill, "exact_match", measured)
     out = tmp_path / "run"
     recipe = make_recipe({"train.keep": 3, "train.save_every": 4, "data.stages": [2]})
     train(recipe, out, progress=False)

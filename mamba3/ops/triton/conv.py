@@ -23,8 +23,8 @@ from torch import Tensor
 from ..recording import keep
 from .launch import launch, on_device, token_stride
 from .layout import layout
+from .selective import LOG2E, silu
 
-LOG2E = tl.constexpr(1.4426950408889634)
 # Tokens and channels of a tile.
 CHUNK, BLOCK_D, WARPS = 16, 64, 2
 
@@ -117,9 +117,8 @@ def forward_kernel(
         row, start, stop, x_ptr, state_ptr, weight_ptr, bias_ptr, d, here, sequence, stride,
         channels, K, HAS_STATE, HAS_BIAS,
     )  # fmt: skip
-    y = v / (1.0 + tl.exp2(-v * LOG2E))
     real = (row < stop)[:, None] & here[None, :]
-    tl.store(y_ptr + row[:, None] * channels + d[None, :], y, real)
+    tl.store(y_ptr + row[:, None] * channels + d[None, :], silu(v), real)
 
 
 @triton.jit(do_not_specialize=["lane"])
@@ -212,7 +211,7 @@ def step_kernel(
             tl.store(out_ptr + own + (k - 1), seen, here)
     if K > 1:
         tl.store(out_ptr + own + (K - 2), x, here)
-    tl.store(y_ptr + sequence * channels + d, v / (1.0 + tl.exp2(-v * LOG2E)), here)
+    tl.store(y_ptr + sequence * channels + d, silu(v), here)
 
 
 class Conv:

@@ -78,6 +78,12 @@ def _run_back(decay, g, after, t, T: tl.constexpr):
 
 
 @triton.jit
+def silu(x):
+    """x sigmoid(x) in one division; where the exponential overflows it is 0, as it should be."""
+    return x / (1.0 + tl.exp2(-x * LOG2E))
+
+
+@triton.jit
 def steps(dt, real, SOFTPLUS: tl.constexpr):
     """Step sizes from what is stored; 0 where there is no token, which changes no state."""
     if SOFTPLUS:
@@ -161,7 +167,7 @@ def ends_kernel(
         if REVERSE:
             if GATE:
                 z = tl.load(z_ptr + first * z_stride + (row * z_stride + at)).to(tl.float32)
-                values *= z / (1.0 + tl.exp2(-z * LOG2E))
+                values *= silu(z)
         else:
             values *= dt
         total += tl.sum(dt, 0)
@@ -236,8 +242,7 @@ def forward_kernel(
             y += states * c[:, None]
             tl.store(out_ptr + n * channels + d, h, kept)
         if GATE:
-            gate = z.to(tl.float32)
-            y *= gate / (1.0 + tl.exp2(-gate * LOG2E))
+            y *= silu(z.to(tl.float32))
         tl.store(y_ptr + first * channels + (row * channels + at), y, real)
 
 
@@ -281,7 +286,7 @@ def backward_kernel(
         dt = steps(dt, real, SOFTPLUS)
         if GATE:
             z = tl.load(z_ptr + first * z_stride + (row * z_stride + at)).to(tl.float32)
-            dy *= z / (1.0 + tl.exp2(-z * LOG2E))
+            dy *= silu(z)
         values = x * dt
         y = skip[None, :] * x
         d_values = tl.zeros([T, BLOCK_D], tl.float32)

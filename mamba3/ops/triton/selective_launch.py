@@ -31,9 +31,9 @@ class Inputs(NamedTuple):
 
     x: Tensor
     dt: Tensor
+    a: Tensor
     b: Tensor
     c: Tensor
-    a: Tensor
     d: Tensor | None
     z: Tensor | None
     h: Tensor | None
@@ -45,7 +45,7 @@ class Inputs(NamedTuple):
         z = None if z is None else token_rows(z, 1)
         d = None if d is None else d.float().contiguous()
         h = None if h is None else h.float().mT.contiguous()
-        return cls(x, dt, b, c, a.float().T.contiguous(), d, z, h)
+        return cls(x, dt, a.float().T.contiguous(), b, c, d, z, h)
 
 
 class SelectiveScan:
@@ -81,7 +81,7 @@ class SelectiveScan:
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The output, the state after every sequence (sequences, N, D), and for `backward` the maps
         and the states before all chunks, which are kept with `training` alone."""
-        x, dt, b, c, a, d, z, h = inputs
+        x, dt, a, b, c, d, z, h = inputs
         maps = self._floats(self.chunks, self.d_state, 2, CHUNK)
         block_n = triton.next_power_of_2(self.d_state)
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -113,7 +113,7 @@ class SelectiveScan:
         Args:
             dy, d_final: those of the output and of the last states, (sequences, N, D) or None.
         """
-        x, dt, b, c, a, d, z, h = inputs
+        x, dt, a, b, c, d, z, h = inputs
         block_n = max(16, triton.next_power_of_2(self.d_state))
         dx, d_dt, d_b, d_c, dz = (
             None if t is None else torch.empty(t.shape, dtype=t.dtype, device=x.device)
@@ -147,7 +147,7 @@ class SelectiveScan:
                 )  # fmt: skip
         d_d = d_d.sum(0) if self.skip else None
         d_start = None if h is None else d_start.mT
-        return Inputs(dx, d_dt, d_b, d_c, d_a.sum(0).T, d_d, dz, d_start)
+        return Inputs(dx, d_dt, d_a.sum(0).T, d_b, d_c, d_d, dz, d_start)
 
     def _ends(self, inputs: Inputs, maps: Tensor, rows: Tensor, reverse: bool):
         """What segments that start from nothing end with; unused where none follows another."""

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import launch, on_device
-from .selective import LOG2E, steps
+from .selective import LOG2E, silu, steps
 
 # Elements of the state that a program has.
 TILE = 1024
@@ -38,8 +38,7 @@ def step_kernel(
     if SKIP:
         y += tl.load(d_ptr + d, here, 0.0).to(tl.float32) * x
     if GATE:
-        z = tl.load(z_ptr + row * z_stride + d, here, 0.0).to(tl.float32)
-        y *= z / (1.0 + tl.exp2(-z * LOG2E))
+        y *= silu(tl.load(z_ptr + row * z_stride + d, here, 0.0).to(tl.float32))
     tl.store(out_ptr + own, h, tile, eviction_policy="evict_first")
     tl.store(y_ptr + row * channels + d, y, here)
 

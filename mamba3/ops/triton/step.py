@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..autograd import written
 from ..state import Mamba3State
 from .chunk import wrap
 from .launch import OPTIONS, on_device, token_rows
@@ -215,8 +216,5 @@ def step(
     if not inplace:
         return y, after
     for own, dense in zip(state, after, strict=True):
-        if own is not dense:
-            own.copy_(dense)
-        # A graph that saved this tensor for its backward pass must see that it has changed.
-        torch.autograd.graph.increment_version(own)
+        written(own, dense)
     return y, state

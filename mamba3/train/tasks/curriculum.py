@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from mamba3.data import arithmetic
 from mamba3.data.arithmetic_forms import prompt_to_model
 from mamba3.data.arithmetic_tasks import TASKS
-from mamba3.data.problems import collate
-from mamba3.eval.exact_match import exact_match
-from mamba3.eval.perplexity import perplexity
+from mamba3.eval.skill import measure_problems
 from mamba3.train.config import Recipe
 from mamba3.train.tasks import Measured, Told
-
-# Problems whose loss is measured at once.
-ROWS = 256
 
 
 class Curriculum:
@@ -88,16 +81,5 @@ class Curriculum:
 
     def measure(self, model) -> Measured:
         """Exact match on the held-out problems, and the loss of their answers."""
-        form = self.recipe.data.problems.form
-        exact = exact_match(
-            model,
-            self.tokenizer,
-            self.problems,
-            chance=arithmetic.CHANCE,
-            well_formed=partial(arithmetic.well_formed, form=form),
-        )
-        batches = (
-            collate(self.problems[first : first + ROWS], self.tokenizer)
-            for first in range(0, len(self.problems), ROWS)
-        )
-        return Measured(exact, perplexity(model, batches))
+        data = self.recipe.data
+        return Measured(*measure_problems(model, self.tokenizer, self.problems, data))
