@@ -68,6 +68,8 @@ def test_mamba_compiles_within_shared_memory(capability, form):
     assert [one["kernel"] for one in found] == [*names, "step_kernel", "step_kernel"]
     assert not any(one["unset"] for one in found), found
     assert max(one["shared"] for one in found) <= 99 * 1024, found
+    # The convolution's threads exchange nothing, so that none can be ahead of another.
+    assert [one["shared"] for one in found[6:10]] == [0] * 4, found
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -3,7 +3,8 @@
     table, sequences  where chunks of tokens lie, as in `mamba3.ops.triton.chunk`
     x, y              (tokens, D), x with any distance between tokens
     weight            (D, K) float32, the current token's last; bias (D,) float32
-    state, final      the K - 1 tokens before and at the end of every sequence, (B, D, K - 1)
+    state, final      the K - 1 tokens before and at the end of every sequence, (B, K - 1, D): the
+                      step's, which is the public form, is (B, D, K - 1)
 
 A program has a tile of tokens and channels. Tokens that its taps share are in the cache, and what a
 tap sees before a sequence's first token is its state. A thread has all tokens of its channels:
@@ -55,7 +56,7 @@ def _seen(
     if HAS_STATE:
         place = row - start + (K - 1)
         before = (place >= 0) & (row < start)
-        at = (sequence * channels + d[None, :]) * (K - 1) + place[:, None]
+        at = (sequence * (K - 1) + place)[:, None] * channels + d[None, :]
         x += tl.load(state_ptr + at, before[:, None] & here[None, :], 0.0)
     return x
 
@@ -152,8 +153,8 @@ def backward_kernel(
     real = (row < stop)[:, None] & here[None, :]
     if HAS_FINAL:
         place = row - stop + (K - 1)
-        at = d_final_ptr + (sequence * channels + d[None, :]) * (K - 1) + place[:, None]
-        dx += tl.load(at, real & (place >= 0)[:, None], 0.0)
+        at = (sequence * (K - 1) + place)[:, None] * channels + d[None, :]
+        dx += tl.load(d_final_ptr + at, real & (place >= 0)[:, None], 0.0)
     tl.store(dx_ptr + row[:, None] * channels + d[None, :], dx, real)
 
 
@@ -168,7 +169,7 @@ def ends_kernel(
     start, stop = tl.load(bounds_ptr + sequence), tl.load(bounds_ptr + sequence + 1)
     d, here = _channels(channels, lane, BLOCK_D)
     one = tl.arange(0, 1)
-    own = (sequence * channels + d) * (K - 1)
+    own = sequence * (K - 1) * channels + d
     for j in tl.static_range(K - 1):
         if BACKWARD:
             total = tl.zeros([1, BLOCK_D], tl.float32)
@@ -180,14 +181,14 @@ def ends_kernel(
                 total += slope * tl.load(weight_ptr + d * K + k, here, 0.0)[None, :]
             if HAS_FINAL:  # a sequence shorter than the state passes a part of it on
                 place = j - (stop - start) + tl.zeros_like(d)
-                passed = tl.load(d_final_ptr + own + place, here & (place >= 0), 0.0)
+                passed = tl.load(d_final_ptr + own + place * channels, here & (place >= 0), 0.0)
                 total += passed[None, :]
         else:
             total = _seen(
                 stop - (K - 1) + j + one, start, stop, x_ptr, state_ptr, d, here, sequence, stride,
                 channels, K, HAS_STATE,
             )  # fmt: skip
-        tl.store(out_ptr + own + j, tl.sum(total, 0), here)
+        tl.store(out_ptr + own + j * channels, tl.sum(total, 0), here)
 
 
 @triton.jit
@@ -236,6 +237,7 @@ class Conv:
     def forward(self, x, weight, bias, state) -> tuple[Tensor, Tensor]:
         """The output and the state after every sequence; `bias`, `state` may be None."""
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        state = _by_tokens(state)
         given = self._given(x, weight, bias, state)
         constants = self.constants | {"HAS_STATE": state is not None}
         with on_device(x):
@@ -251,7 +253,7 @@ class Conv:
     def backward(self, x, weight, bias, state, dy, d_final):
         """Gradients of x, weight, bias and state; those of what is None are None."""
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        taps = weight.shape[1]
+        state, d_final, taps = _by_tokens(state), _by_tokens(d_final), weight.shape[1]
         d_params = self._floats(self.chunks, taps + 1, self.channels)
         given = self._given(x, weight, bias, state)
         constants = self.constants | {"HAS_STATE": state is not None}
@@ -270,19 +272,24 @@ class Conv:
         return dx, d_params[:taps].T, None if bias is None else d_params[taps], d_state
 
     def _ends(self, given, dy, d_final, constants, *, backward: bool) -> Tensor:
-        out = self._floats(self.sequences, self.channels, self.constants["K"] - 1)
+        out = self._floats(self.sequences, self.constants["K"] - 1, self.channels)
         launch(
             ends_kernel, (self.sequences, self.blocks),
             *given, self.layout.bounds, dy, dy if d_final is None else d_final, out, *self.sizes,
             **constants, HAS_FINAL=d_final is not None, BACKWARD=backward,
         )  # fmt: skip
-        return out
+        return out.mT.contiguous()
 
     def _given(self, x, weight, bias, state):
         return x, weight if state is None else state, weight, weight if bias is None else bias
 
     def _floats(self, *sizes: int) -> Tensor:
         return torch.empty(sizes, dtype=torch.float32, device=self.layout.table.device)
+
+
+def _by_tokens(state: Tensor | None) -> Tensor | None:
+    """(B, D, K - 1) as the kernels read it: loads that lie as those of x change no layout."""
+    return None if state is None else state.mT.contiguous()
 
 
 def step(x, weight, bias, state, out) -> Tensor:
