@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mamba3 import zoo
 from mamba3.data.arithmetic_forms import answer_from_model, natural, prompt_to_model, result_of
+from mamba3.data.problems import BLANK, Problem, prompt_ids
 from mamba3.data.tokenizer import CharTokenizer, load_tokenizer
+from mamba3.fill import filled_rows
 from mamba3.generate_text import completions
 
 if TYPE_CHECKING:
@@ -97,10 +99,10 @@ class Skill:
         Raises:
             ValueError: the model cannot read it.
         """
-        prompt = prompt_to_model(natural(problem), self.data.problems.form)
+        asked = natural(problem)
         try:
-            self.tokenizer.encode(prompt)
-            if not prompt:
+            self.tokenizer.encode(asked)
+            if not asked:
                 raise ValueError("it is empty")
         except ValueError as error:
             tasks = self.data.problems.tasks_of(self.data.stages)
@@ -108,7 +110,11 @@ class Skill:
                 f"{self.name} cannot read the problem {problem!r}: {error}. It was trained on "
                 f"{', '.join(task.name for task in tasks)}"
             ) from None
-        return prompt
+        return prompt_to_model(asked, self.data.problems.form)
+
+    def _ids(self, prompt: str) -> tuple[list[int], list[int]]:
+        """A prompt's ids, and where its blanks are."""
+        return prompt_ids(Problem("", prompt, "", blanks=BLANK in prompt), self.tokenizer)
 
     def load(self, device: torch.device | str | None = None) -> Mamba3LM:
         """The model, which computes in float32 whatever its weights are stored in."""
@@ -135,18 +141,21 @@ class Skill:
         """
         prompts = [self.prompt(problem) for problem in problems]
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        longest = max(map(len, prompts), default=0)
+        rows, blanks = [], []
+        for i in order:
+            ids, places = self._ids(prompts[i])
+            rows.append(ids)
+            blanks.append(places)
+        rows = filled_rows(model, rows, blanks, batch_size=BATCH)
+        longest = max(map(len, rows), default=0)
         made = completions(
-            model,
-            self.tokenizer,
-            [prompts[i] for i in order],
-            max_new_tokens=longest + LONGER,
-            batch_size=BATCH,
+            model, self.tokenizer, rows, max_new_tokens=longest + LONGER, batch_size=BATCH
         )
         answers: dict[int, Answer] = {}
-        for i, completion in zip(order, made, strict=True):
+        for i, row, places, completion in zip(order, rows, blanks, made, strict=True):
             asked = natural(problems[i])
-            written = answer_from_model(asked, completion.text, self.data.problems.form)
+            text = self.tokenizer.decode(row[place] for place in places) + completion.text
+            written = answer_from_model(asked, text, self.data.problems.form)
             answers[i] = Answer(
                 problem=problems[i],
                 answer=result_of(written),

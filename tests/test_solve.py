@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import torch
 
+import mamba3.fill
 from mamba3 import Mamba3Config, Mamba3LM, load_model, load_tokenizer
 from mamba3 import solve as solving
 from mamba3.cli import main
@@ -47,7 +49,8 @@ def oracle(monkeypatch):
     seen = []
 
     def right(model, tokenizer, prompts, **options):
-        for prompt in prompts:
+        for ids in prompts:
+            prompt = tokenizer.decode(ids).removesuffix("=")
             seen.append(prompt)
             answer = WRITTEN.get(prompt, "")
             assert len(answer) < options["max_new_tokens"]
@@ -65,6 +68,24 @@ def test_a_file_is_answered_line_by_line_in_natural_form(oracle, skills, tmp_pat
     assert printed.out == "1123\n-973\n18\n-1\n"
     assert printed.err == ""
     assert oracle == ["-89", "+7101", "+857491", "-580709"]  # by length
+
+
+def test_blanks_are_a_part_of_the_answer(monkeypatch, tmp_path, capsys):
+    """A model that writes 7 into every blank, and then a sign."""
+    folder = save(tmp_path / "columns", CARRY.replace("interleaved", "columns"))
+    seven, sign = arithmetic.tokenizer().encode("7-")
+
+    def fill(model, input_ids, blanks):
+        return input_ids.index_fill(1, torch.tensor(blanks), seven)
+
+    def completions(model, tokenizer, prompts, **options):
+        assert [tokenizer.decode(ids) for ids in prompts] == ["+987=", "-984501,017457987="]
+        return [Completion("", "eos", []), Completion("-", "eos", [sign])]
+
+    monkeypatch.setattr(mamba3.fill, "fill", fill)
+    monkeypatch.setattr(solving, "completions", completions)
+    assert main(["solve", "--model", folder, "940-851", "9+8"]) == 0
+    assert capsys.readouterr().out == "-777\n7\n"
 
 
 def test_json_has_the_working(oracle, skills, capsys):
@@ -102,6 +123,7 @@ def test_what_was_not_trained_is_answered_and_said(oracle, skills, capsys):
     [
         (["--model", "{carry}", "8/2"], "carry cannot read the problem '8/2': character '/' at"),
         (["--model", "{carry}", "="], "the problem '=': it is empty. It was trained on add, sub"),
+        (["--model", "{carry}", "1_+2"], "cannot read the problem '1_+2': character '_' at"),
         (["--model", "{tmp}", "1+1"], "has no recipe.yaml"),
         (["--model", "no-such", "1+1"], "'no-such' is neither"),
         (["--file", "{tmp}/empty"], "holds no problem"),

@@ -50,7 +50,7 @@ from mamba3.data.arithmetic_forms import Form, answer_from_model, prompt_from_mo
 from mamba3.data.arithmetic_options import STAGES, ProblemOptions
 from mamba3.data.arithmetic_tasks import MAX_DIGITS, TASKS, Drawn, Task, fact_table
 from mamba3.data.characters import BOS, EOS, characters, constant, hash_shares, squeezed, texts
-from mamba3.data.problems import Batch, Problem, collate
+from mamba3.data.problems import BLANK, Batch, Problem, collate
 from mamba3.data.tokenizer import CharTokenizer, Tokenizer
 from mamba3.models.lm import IGNORE
 
@@ -148,7 +148,11 @@ def _problems(name: str, drawn: Drawn) -> list[Problem]:
         for numbers in zip(*(values.tolist() for values in drawn.traits.values()), strict=True)
     ] or [()] * len(drawn.prompts)
     each = zip(texts(drawn.prompts), texts(drawn.answers), traits, strict=True)
-    return [Problem(name, *rest) for rest in each]
+    return [_problem(name, *rest) for rest in each]
+
+
+def _problem(name: str, prompt: str, answer: str, traits=()) -> Problem:
+    return Problem(name, prompt, answer, traits, blanks=BLANK in prompt)
 
 
 class _Rows(NamedTuple):
@@ -218,7 +222,7 @@ class CurriculumStream:
         (_, (tasks, prompts, answers, _), *_), rows = self._find(index)
         names = (self.tasks[i].name for i in tasks[rows])
         each = zip(names, texts(prompts[rows]), texts(answers[rows]), strict=True)
-        return [Problem(*problem) for problem in each]
+        return [_problem(*problem) for problem in each]
 
     def _find(self, index: int) -> tuple[_Block, slice]:
         """The block that a batch lies in, and which of its rows are the batch's."""
@@ -231,7 +235,7 @@ class CurriculumStream:
         rows, ids, labels = self._rows(number), None, None
         if _is_ours(self.tokenizer):
             widths = self._widths(number * self.batches_at_once)
-            width = 3 + max(prompt + answer for _, prompt, answer in widths)
+            width = 3 + max(prompt + answer - blanks for _, prompt, answer, blanks in widths)
             ids, labels = _encoded(rows, width, self.tokenizer)
         return _Block(number, rows, ids, labels)
 
@@ -262,7 +266,7 @@ class CurriculumStream:
             parts.append(_draw_for_training(task, rng, count, form, sizes))
         natural, prompts, answers = (
             _stacked([part[i] for part in parts], max(widths))
-            for i, widths in enumerate(zip(*self._widths(batch), strict=True))
+            for i, widths in enumerate(list(zip(*self._widths(batch), strict=True))[:3])
         )
         running = None
         if self.options.state_labels == "running":
@@ -271,17 +275,17 @@ class CurriculumStream:
             running = _stacked(each, prompts.shape[1])
         return _Rows(np.repeat(np.arange(len(parts)), counts), prompts, answers, running), natural
 
-    def _widths(self, batch: int) -> list[tuple[int, int, int]]:
+    def _widths(self, batch: int) -> list[tuple[int, int, int, int]]:
         """Of each task in a batch, what `_widths` gives."""
         form, options = self.options.form, self.options
         return [_widths(task.name, form, options.sizes(task, batch)[1]) for task in self.tasks]
 
 
 @functools.cache
-def _widths(name: str, form: Form, size: int) -> tuple[int, int, int]:
-    """Columns of a task's natural prompts, prompts and answers, up to a size."""
+def _widths(name: str, form: Form, size: int) -> tuple[int, int, int, int]:
+    """Columns of a task's natural prompts, prompts, answers and blanks, up to a size."""
     drawn = TASKS[name].draw(_random(_ONCE, 0, 0), 1, form, np.array([size]))
-    return drawn.natural.shape[1], drawn.prompts.shape[1], drawn.answers.shape[1]
+    return *(chars.shape[1] for chars in drawn[:3]), drawn.blanks
 
 
 def _stacked(parts: list[np.ndarray], width: int) -> np.ndarray:
@@ -309,17 +313,34 @@ def _encoded(
     _, prompts, answers, running = problems
     n = len(prompts)
     first, last = np.full((n, 1), BOS, np.uint8), np.full((n, 1), EOS, np.uint8)
+    blanks = prompts == ord(BLANK)
+    if blanks.any():
+        prompts, answers = _filled(prompts, answers, blanks)
     rows = np.hstack([first, prompts, constant(PROMPT_SUFFIX, n), answers, last])
     chars, table = squeezed(rows, width), _id_table(tokenizer)
     ids, at = table.take(chars), np.arange(width, dtype=np.int16)
     ends = np.count_nonzero(prompts, axis=1).astype(np.int16)[:, None] + np.int16(2)
     labels = np.where((at >= ends) & (chars != 0), ids, np.int32(IGNORE))
+    if blanks.any():
+        written = np.zeros_like(rows)
+        written[:, 1 : blanks.shape[1] + 1] = blanks * prompts
+        np.copyto(labels, ids, where=squeezed(written, width, by=rows) != 0)
     if running is not None:
         values = np.zeros_like(rows)
         values[:, 1 : running.shape[1] + 1] = running
         values = squeezed(values, width, by=rows)[:, :-1]
         np.copyto(labels[:, 1:], table.take(values), where=values != 0)
     return ids, labels
+
+
+def _filled(prompts: np.ndarray, answers: np.ndarray, blanks: np.ndarray) -> tuple:
+    """Prompts with the first characters of the answers in their blanks, and what is left."""
+    answers = squeezed(answers, answers.shape[1])
+    counts = blanks.sum(axis=1, keepdims=True)
+    written = np.arange(answers.shape[1]) < counts
+    prompts = prompts.copy()
+    prompts[blanks] = answers[written]
+    return prompts, answers * ~written
 
 
 def _id_table(tokenizer: CharTokenizer) -> np.ndarray:

@@ -5,13 +5,19 @@
     reversed       879+541         least significant digit first
     interleaved    +857491         the operators, then the digits of all numbers by column, ones
                                    first, with zeros up to the longest number
+    columns        +85_74_91_      the same, and the model writes a digit of the answer into each
+                                   blank as soon as it has read the column. Whether a difference
+                                   is negative has to be known before: 145-978 is
+                                   -194758,58_47_19_, with all columns from the first one on first
 
     answer_order   1123 is         -833 is
     msd_first      1123            -833
     lsd_first      3211            338-
 
-Products are not interleaved but reversed. Working that is written out (282+1410=1692) has each of
-its numbers in that order. What is not made of numbers with + - * between them, as `c1203` or
+With columns, an answer has zeros in front up to the number of columns (978-945 is 330), and what
+does not go into blanks, a last carry or a sign, comes after the prompt. What a model has to keep in
+mind is then the same at every length. Products are not interleaved but reversed. Working that is
+written out (282+1410=1692) has each of its numbers in that order. What is not made of numbers with + - * between them, as `c1203` or
 `120?45`, is the same in all forms.
 """
 
@@ -20,11 +26,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from mamba3.data.problems import BLANK
+
 ANSWER_ORDERS = ("msd_first", "lsd_first")
-OPERANDS = ("plain", "reversed", "interleaved")
+OPERANDS = ("plain", "reversed", "interleaved", "columns")
 
 _NUMBERS = re.compile(r"\d+(?:[+\-*]\d+)+")
-_COLUMNS = re.compile(r"([+\-]+)(\d+)")
+_COLUMNS = re.compile(rf"([+\-]+)(?:\d+,)?([\d{BLANK}]+)")
 _MODULO = re.compile(r"(.+)%5")
 
 
@@ -34,7 +42,7 @@ class Form:
 
     Args:
         answer_order: one of `ANSWER_ORDERS`.
-        operands: one of `OPERANDS`.
+        operands: one of `OPERANDS`; "columns" needs lsd_first.
     """
 
     answer_order: str = "msd_first"
@@ -46,10 +54,19 @@ class Form:
                 raise ValueError(
                     f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
                 )
+        if self.operands == "columns" and self.answer_order != "lsd_first":
+            raise ValueError(
+                "operands columns are answered from the last digit on: they need answer_order "
+                f"lsd_first, got {self.answer_order}"
+            )
 
     def layout_of(self, operators: str) -> str:
         """The layout of numbers with these operators between."""
         return "reversed" if "*" in operators and self.operands != "plain" else self.operands
+
+    def compares(self, operators: str) -> bool:
+        """Whether columns come twice, since the sign of the answer depends on all of them."""
+        return self.layout_of(operators) == "columns" and operators == "-"
 
 
 def natural(text: str) -> str:
@@ -84,14 +101,18 @@ def prompt_to_model(prompt: str, form: Form) -> str:
         return _reversed_numbers(prompt)
     operands = re.findall(r"\d+", prompt)
     most = max(map(len, operands))
-    columns = zip(*(number[::-1].ljust(most, "0") for number in operands), strict=True)
-    return operators + "".join(digit for column in columns for digit in column)
+    digits = zip(*(number[::-1].ljust(most, "0") for number in operands), strict=True)
+    columns = ["".join(column) for column in digits]
+    compared = f"{''.join(reversed(columns))}," if form.compares(operators) else ""
+    blank = BLANK if layout == "columns" else ""
+    return operators + compared + "".join(column + blank for column in columns)
 
 
 def prompt_from_model(prompt: str, form: Form) -> str:
     """The natural form of what a model reads."""
-    if columns := form.operands == "interleaved" and _COLUMNS.fullmatch(prompt):
-        operators, digits = columns.groups()
+    by_column = form.operands in ("interleaved", "columns")
+    if columns := by_column and _COLUMNS.fullmatch(prompt):
+        operators, digits = columns[1], columns[2].replace(BLANK, "")
         count = len(operators) + 1
         operands = [str(int(digits[i::count][::-1])) for i in range(count)]
         return operands[0] + "".join(map("".join, zip(operators, operands[1:], strict=True)))
@@ -104,6 +125,9 @@ def answer_to_model(prompt: str, answer: str, form: Form) -> str:
     """The answer to a problem, both in their natural forms, as a model writes it."""
     if form.answer_order == "msd_first" or not _NUMBERS.fullmatch(prompt):
         return answer
+    if columns := prompt_to_model(prompt, form).count(BLANK):
+        digits, sign = answer.lstrip("-"), "-" * answer.startswith("-")
+        return digits[::-1].ljust(columns, "0") + sign
     return re.sub(r"-?\d+", lambda number: number[0][::-1], answer)
 
 
@@ -111,7 +135,8 @@ def answer_from_model(prompt: str, answer: str, form: Form) -> str:
     """The natural form of what a model wrote about a problem, which is in its natural form."""
     if form.answer_order == "msd_first" or not _NUMBERS.fullmatch(prompt):
         return answer
-    return re.sub(r"-?\d+-?", lambda number: number[0][::-1], answer)
+    answer = re.sub(r"-?\d+-?", lambda number: number[0][::-1], answer)
+    return re.sub(r"\b0+(?=\d)", "", answer) if form.operands == "columns" else answer
 
 
 def result_of(answer: str) -> str:

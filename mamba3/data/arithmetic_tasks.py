@@ -18,6 +18,7 @@ from mamba3.data import state_tasks
 from mamba3.data.arithmetic_forms import Form
 from mamba3.data.characters import constant
 from mamba3.data.numbers import Numbers, numbers, numbers_of, pairs, places, random_numbers
+from mamba3.data.problems import BLANK
 
 MAX_DIGITS = 4  # of stage 1
 
@@ -29,6 +30,7 @@ class Drawn(NamedTuple):
     prompts, answers: as a model reads and writes them.
     running: characters of the value after each character of the prompts, where there is one.
     traits: what a problem has so many of, by name, (n,) each.
+    blanks: how many the prompts have, at most.
     """
 
     natural: np.ndarray
@@ -36,11 +38,13 @@ class Drawn(NamedTuple):
     answers: np.ndarray
     running: np.ndarray | None = None
     traits: dict[str, np.ndarray] = {}  # noqa: RUF012
+    blanks: int = 0
 
     def take(self, rows: np.ndarray) -> Drawn:
         """Some of the problems."""
         arrays = (None if a is None else a.take(rows, axis=0) for a in self[:4])
-        return Drawn(*arrays, {name: values[rows] for name, values in self.traits.items()})
+        traits = {name: values[rows] for name, values in self.traits.items()}
+        return Drawn(*arrays, traits, self.blanks)
 
 
 @dataclass(frozen=True)
@@ -119,21 +123,36 @@ def _compare(rng: Generator, n: int, form: Form, sizes: np.ndarray) -> Drawn:
 # Stages 2 to 5: numbers
 
 
-def _expression(form: Form, operators: str, operands: list[Numbers], **rest) -> dict:
-    """Prompts of numbers with operators between, in the natural form and in the model's."""
+def _expression(
+    form: Form,
+    operators: str,
+    operands: list[Numbers],
+    result: Numbers | None = None,
+    negative: np.ndarray | None = None,
+    **rest,
+) -> Drawn:
+    """Problems of numbers with operators between, answered by a number or by `answers`."""
     n = len(operands[0].lengths)
     signs = [constant(sign, n) for sign in operators]
     natural = _between(signs, [number.from_first() for number in operands])
-    layout = form.layout_of(operators)
+    layout, blanks, columns = form.layout_of(operators), 0, None
     if layout == "plain":
         prompts = natural
     elif layout == "reversed":
         prompts = _between(signs, [number.from_ones() for number in operands])
     else:
-        most = np.max([number.lengths for number in operands], axis=0)
-        columns = [number.from_ones(most) for number in operands]
-        prompts = np.hstack([*signs, np.stack(columns, axis=2).reshape(n, -1)])
-    return {"natural": natural, "prompts": prompts, **rest}
+        columns = np.max([number.lengths for number in operands], axis=0)
+        digits = np.stack([number.from_ones(columns) for number in operands], axis=2)
+        compared = []
+        if form.compares(operators):
+            compared = [digits[:, ::-1].reshape(n, -1), constant(",", n)]
+        if layout == "columns":
+            places = (digits[:, :, :1] != 0) * np.uint8(ord(BLANK))
+            digits, blanks = np.concatenate([digits, places], axis=2), digits.shape[1]
+        prompts = np.hstack([*signs, *compared, digits.reshape(n, -1)])
+    if result is not None:
+        rest["answers"] = _result(form, result, negative, columns if blanks else None)
+    return Drawn(natural=natural, prompts=prompts, blanks=blanks, **rest)
 
 
 def _between(signs: list[np.ndarray], operands: list[np.ndarray]) -> np.ndarray:
@@ -143,11 +162,17 @@ def _between(signs: list[np.ndarray], operands: list[np.ndarray]) -> np.ndarray:
     return np.hstack(pieces)
 
 
-def _result(form: Form, number: Numbers, negative: np.ndarray | None = None) -> np.ndarray:
-    """Answers that are one number."""
+def _result(
+    form: Form,
+    number: Numbers,
+    negative: np.ndarray | None = None,
+    columns: np.ndarray | None = None,
+) -> np.ndarray:
+    """Answers that are one number; in the last digit's order with zeros up to `columns` digits."""
     signs = [] if negative is None else [(negative * np.uint8(ord("-")))[:, None]]
     if form.answer_order == "lsd_first":
-        return np.hstack([number.from_ones(), *signs])
+        lengths = None if columns is None else np.maximum(number.lengths, columns)
+        return np.hstack([number.from_ones(lengths), *signs])
     return np.hstack([*signs, number.from_first()])
 
 
@@ -167,20 +192,18 @@ def fact_table(sign: str, form: Form) -> Drawn:
     result = a + b if sign == "+" else a - b
     operands = [numbers_of(a, 1), numbers_of(b, 1)]
     if sign == "+":
-        answers = _result(form, numbers_of(result, 2))
-    else:
-        answers = _result(form, numbers_of(np.abs(result), 1), result < 0)
-    return Drawn(**_expression(form, sign, operands, answers=answers))
+        return _expression(form, sign, operands, numbers_of(result, 2))
+    return _expression(form, sign, operands, numbers_of(np.abs(result), 1), result < 0)
 
 
 def _plus(rng: Generator, n: int, form: Form, sizes: np.ndarray) -> Drawn:
     a, b, total = _without_carry(rng, n)
-    return Drawn(**_expression(form, "+", [a, b], answers=_result(form, total)))
+    return _expression(form, "+", [a, b], total)
 
 
 def _minus(rng: Generator, n: int, form: Form, sizes: np.ndarray) -> Drawn:
     a, b, rest = pairs(rng, *_two_or_three(rng, n), np.zeros(n), most=3, minus=True)
-    return Drawn(**_expression(form, "-", [a, b], answers=_result(form, rest)))
+    return _expression(form, "-", [a, b], rest)
 
 
 def _chain(rng: Generator, n: int, form: Form, sizes: np.ndarray) -> Drawn:
@@ -194,7 +217,7 @@ def _chain(rng: Generator, n: int, form: Form, sizes: np.ndarray) -> Drawn:
     )
     digits = np.where(at == lengths - 1, first, any_digit) * (at < lengths)
     c, rest = Numbers(digits, lengths), numbers(total.digits - digits)
-    return Drawn(**_expression(form, "+-", [a, b, c], answers=_result(form, rest)))
+    return _expression(form, "+-", [a, b, c], rest)
 
 
 def _two_or_three(rng: Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -224,17 +247,15 @@ def _carry(sign: str, rng: Generator, n: int, form: Form, sizes: np.ndarray) -> 
     a, b, result = pairs(rng, sizes, others, carries, most=most, minus=minus)
     a, b, swapped = _in_any_order(rng, a, b)
     negative = swapped & result.digits.any(axis=0) if minus else None
-    answers = _result(form, result, negative)
     traits = {"digits": sizes, "carries": carries}
-    return Drawn(**_expression(form, sign, [a, b], answers=answers, traits=traits))
+    return _expression(form, sign, [a, b], result, negative, traits=traits)
 
 
 def _times(rng: Generator, n: int, form: Form, sizes: np.ndarray) -> Drawn:
     """A number times a single digit."""
     a = random_numbers(rng, sizes, int(sizes.max(initial=1)))
     b = numbers_of(rng.integers(0, 10, n), 1)
-    answers = _result(form, _product(a, b))
-    return Drawn(**_expression(form, "*", [a, b], answers=answers, traits={"digits": sizes}))
+    return _expression(form, "*", [a, b], _product(a, b), traits={"digits": sizes})
 
 
 def _product(a: Numbers, b: Numbers) -> Numbers:
@@ -255,7 +276,7 @@ def _partial(rng: Generator, n: int, form: Form, sizes: np.ndarray) -> Drawn:
     )
     pieces = [_result(form, ones), constant("+", n), _result(form, tens)]
     answers = np.hstack([*pieces, constant("=", n), _result(form, whole)])
-    return Drawn(**_expression(form, "*", [a, b], answers=answers))
+    return _expression(form, "*", [a, b], answers=answers)
 
 
 # Stage 6: state

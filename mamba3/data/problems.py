@@ -2,8 +2,10 @@
 
 A problem becomes ``<bos>PROMPT=ANSWER<eos>`` (the "=" is the tokenizer's `prompt_suffix`). Labels
 lie at the ids they stand for, the model shifts them; prompt and padding carry `IGNORE`, so the
-loss is that of the answer and of eos. Rows are padded on the right and have no attention mask: the
-model is causal, so pads after a row cannot reach it, and the path without a mask is the faster one.
+loss is that of the answer and of eos. A prompt can have blanks, into which the model writes the
+first characters of its answer while it reads. Rows are padded on the right and have no attention
+mask: the model is causal, so pads after a row cannot reach it, and the path without a mask is the
+faster one.
 """
 
 from __future__ import annotations
@@ -20,17 +22,22 @@ from torch import Tensor
 from mamba3.data.tokenizer import CharTokenizer
 from mamba3.models.lm import IGNORE
 
+BLANK = "_"
+
 
 class Problem(NamedTuple):
     """A prompt, its answer, and the task it belongs to (the name results are reported under).
 
     traits: what it has so many of, as (name, number), such as ("digits", 7).
+    blanks: whether each `BLANK` of the prompt is a place that the model writes a character of the
+        answer into, once it has read what is before; what is left of the answer comes at the end.
     """
 
     task: str
     prompt: str
     answer: str
     traits: tuple[tuple[str, int], ...] = ()
+    blanks: bool = False
 
     @property
     def group(self) -> str:
@@ -68,11 +75,29 @@ def hash_share(text: str) -> float:
     return int.from_bytes(digest, "big") / 2**48
 
 
+def prompt_ids(problem: Problem, tokenizer: CharTokenizer) -> tuple[list[int], list[int]]:
+    """The ids of a prompt, and where among them its blanks are, which are padding."""
+    if not problem.blanks:
+        return tokenizer.encode_prompt(problem.prompt), []
+    rest = problem.prompt.replace(BLANK, "")
+    ids = tokenizer.encode_prompt(rest)
+    if ids[1 : len(rest) + 1] != tokenizer.encode(rest) or tokenizer.decode(ids[:1]):
+        raise ValueError("prompts with blanks need a tokenizer with a token for each character")
+    places = [i + 1 for i, character in enumerate(problem.prompt) if character == BLANK]  # bos
+    for place in places:
+        ids.insert(place, tokenizer.pad_token_id)
+    return ids, places
+
+
 def ids_and_labels(problem: Problem, tokenizer: CharTokenizer) -> tuple[list[int], list[int]]:
-    """The ids of a problem, and their labels: the prompt carries `IGNORE`."""
-    prompt = tokenizer.encode_prompt(problem.prompt)
+    """The ids of a problem, and their labels: the prompt carries `IGNORE`, but for its blanks."""
+    prompt, blanks = prompt_ids(problem, tokenizer)
     answer = tokenizer.encode_answer(problem.answer)
-    return prompt + answer, [IGNORE] * len(prompt) + answer
+    labels = [IGNORE] * len(prompt)
+    for place, token in zip(blanks, answer, strict=False):
+        prompt[place] = labels[place] = token
+    rest = answer[len(blanks) :]
+    return prompt + rest, labels + rest
 
 
 def collate(problems: Sequence[Problem], tokenizer: CharTokenizer) -> Batch:

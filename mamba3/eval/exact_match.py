@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from mamba3.data.problems import Problem
+from mamba3.data.problems import Problem, prompt_ids
 from mamba3.data.tokenizer import CharTokenizer
+from mamba3.fill import filled_rows
 from mamba3.generate import generate
 from mamba3.generate_text import left_padded
 
@@ -62,7 +63,8 @@ def exact_match(
 ) -> ExactMatch:
     """Measure how many problems a model answers exactly, by greedy generation.
 
-    Prompts of a batch are padded on the left. The answer must be followed by eos.
+    Prompts of a batch are padded on the left. The answer must be followed by eos. Where a prompt
+    has blanks, the answer begins with what the model writes there.
 
     Args:
         model: a `Mamba3LM`.
@@ -80,12 +82,16 @@ def exact_match(
     if not problems:
         raise ValueError("exact_match needs at least one problem, got none")
     answers = [tokenizer.encode_answer(problem.answer) for problem in problems]
+    rows, blanks = zip(*(prompt_ids(problem, tokenizer) for problem in problems), strict=True)
     if max_new_tokens is None:
-        max_new_tokens = max(map(len, answers))
-    made = []
+        max_new_tokens = max(len(a) - len(b) for a, b in zip(answers, blanks, strict=True))
+    rows = filled_rows(model, rows, blanks, batch_size=batch_size)
+    new = []
     for first in range(0, len(problems), batch_size):
-        prompts = [p.prompt for p in problems[first : first + batch_size]]
-        made += _generate_ids(model, tokenizer, prompts, max_new_tokens)
+        some = rows[first : first + batch_size]
+        new += _generate_ids(model, tokenizer, some, max_new_tokens)
+    written = ([row[i] for i in places] for row, places in zip(rows, blanks, strict=True))
+    made = [before + after for before, after in zip(written, new, strict=True)]
 
     got = [tokenizer.decode(ids) for ids in made]
     right = [ids == answer for ids, answer in zip(made, answers, strict=True)]
@@ -134,9 +140,8 @@ def scaled_accuracy(share: float, chance: float) -> float:
     return (share - chance) / (1 - chance)
 
 
-def _generate_ids(model, tokenizer, prompts: list[str], max_new_tokens: int) -> list[list[int]]:
+def _generate_ids(model, tokenizer, rows: list[list[int]], max_new_tokens: int) -> list[list[int]]:
     """The ids generated for each prompt, up to and including eos."""
-    rows = [tokenizer.encode_prompt(prompt) for prompt in prompts]
     input_ids, mask = left_padded(rows, next(model.parameters()).device)
     output = generate(
         model,

@@ -3,7 +3,9 @@ import torch
 
 from mamba3 import Mamba3Config, Mamba3LM
 from mamba3.data.arithmetic import eval_problems, tokenizer, well_formed
-from mamba3.data.problems import Problem
+from mamba3.data.arithmetic_forms import Form
+from mamba3.data.arithmetic_options import ProblemOptions
+from mamba3.data.problems import BLANK, Problem
 from mamba3.eval import exact_match as module
 from mamba3.eval.exact_match import Miss, exact_match, scaled_accuracy
 
@@ -107,20 +109,37 @@ def test_scaled_accuracy(share, chance, scaled):
     assert scaled_accuracy(share, chance) == pytest.approx(scaled)
 
 
-def test_answers_are_those_of_greedy_decoding_one_by_one():
+def greedy(model, problem, budget):
+    """What a model writes, one token at a time, into blanks and at the end."""
+    ids, told = [TOKENIZER.bos_token_id], []
+
+    def write():
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        told.append(ids[-1])
+
+    for character in f"{problem.prompt}=":
+        if problem.blanks and character == BLANK:
+            write()
+        else:
+            ids += TOKENIZER.encode(character)
+    for _ in range(budget):
+        write()
+        if told[-1] == TOKENIZER.eos_token_id:
+            break
+    return told
+
+
+@pytest.mark.parametrize("operands", ["plain", "columns"])
+def test_answers_are_those_of_greedy_decoding_one_by_one(operands):
     model = random_model()
-    problems = eval_problems(1, 40)
+    options = ProblemOptions(form=Form(operands=operands, answer_order="lsd_first"), digits=4)
+    problems = [*eval_problems(1, 24), *eval_problems(4, 20, options=options)]
+    assert any(p.blanks for p in problems) == (operands == "columns")
     budget = 5
-    told = []
-    for problem in problems:
-        ids = TOKENIZER.encode_prompt(problem.prompt)
-        start = len(ids)
-        while len(ids) < start + budget and ids[-1] != TOKENIZER.eos_token_id:
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-        told.append(ids[start:])
+    told = [greedy(model, problem, budget) for problem in problems]
     # Problems whose answers are what the model says: half of them, so that both outcomes occur.
     said = [
-        Problem("t", p.prompt, TOKENIZER.decode(ids) if i % 2 else p.answer)
+        p._replace(task="t", answer=TOKENIZER.decode(ids) if i % 2 else p.answer, traits=())
         for i, (p, ids) in enumerate(zip(problems, told, strict=True))
     ]
     expected = [ids == TOKENIZER.encode_answer(p.answer) for p, ids in zip(said, told, strict=True)]
