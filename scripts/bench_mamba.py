@@ -155,7 +155,20 @@ def peer(options: dict, layer: TMambaLayer):
     config = MambaConfig(hidden_size=D_MODEL, state_size=D_STATE, num_hidden_layers=1, **options)
     mixer = MambaMixer(config, layer_idx=0).to("cuda", torch.bfloat16)
     mixer.load_state_dict(layer.state_dict())
-    return mixer
+    # mambapy's scan gives float32, which a bfloat16 projection takes in autocast alone.
+    return InAutocast(mixer) if options["use_mambapy"] else mixer
+
+
+class InAutocast(torch.nn.Module):
+    """A module whose forward runs in autocast."""
+
+    def __init__(self, module: torch.nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, u: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return self.module(u)
 
 
 def layer_rows(quick: bool, only: list[str] | None) -> list[dict]:

@@ -17,8 +17,8 @@
 With columns, an answer has zeros in front up to the number of columns (978-945 is 330), and what
 does not go into blanks, a last carry or a sign, comes after the prompt. What a model has to keep in
 mind is then the same at every length. Products are not interleaved but reversed. Working that is
-written out (282+1410=1692) has each of its numbers in that order. What is not made of numbers with + - * between them, as `c1203` or
-`120?45`, is the same in all forms.
+written out (282+1410=1692) has each of its numbers in that order. What is not made of numbers with
++ - * between them, as `c1203` or `120?45`, is the same in all forms.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ class DataRecipe:
         tasks: names of their tasks; None is all.
         shares: share of each stage in a step; None is by the weights of their tasks.
         answer_order: "msd_first", answers with the most significant digit first, or "lsd_first".
-        operands: numbers of stages 2 to 5 are "plain", "reversed" or "interleaved", see
-            `mamba3.data.arithmetic_forms`.
+        operands: numbers of stages 2 to 5 are "plain", "reversed", "interleaved" or in "columns"
+            (which needs lsd_first), see `mamba3.data.arithmetic_forms`.
         digits: most digits of numbers of stage 4.
         symbols: most symbols of problems of stage 6.
         grow_to: most symbols from step `grow_batches` on, up to which they grow in a line; None
