@@ -156,7 +156,7 @@ def peer(options: dict, layer: TMambaLayer):
     mixer = MambaMixer(config, layer_idx=0).to("cuda", torch.bfloat16)
     mixer.load_state_dict(layer.state_dict())
     # mambapy's scan gives float32, which a bfloat16 projection takes in autocast alone.
-    return InAutocast(mixer) if options["use_mambapy"] else mixer
+    return InAutocast(mixer) if options.get("use_mambapy") else mixer
 
 
 class InAutocast(torch.nn.Module):
