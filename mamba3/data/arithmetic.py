@@ -63,9 +63,9 @@ SKILL_FILE = Path(__file__).parent / "assets" / "sort_digits.jsonl"
 CHANCE = {task.name: task.chance for task in TASKS.values() if task.chance is not None}
 # Problems of stage 3 that are trained on.
 FIXED = 10_000
-# Problems that are drawn at once where batches are smaller: numpy takes as long to begin with an
-# array as to go through hundreds of rows.
-_AT_ONCE, _BATCHES_AT_ONCE = 2048, 32
+# Problems that are drawn at once where batches are smaller, and batches at most: to begin with an
+# array takes numpy as long as to go through hundreds of rows, and so it is with queues and copies.
+_AT_ONCE, _BATCHES_AT_ONCE = 8192, 32
 # Draws of held-out problems; tasks that have too few give fewer.
 _TRIES = 30
 _NO_SIZES = np.zeros(0, np.intp)

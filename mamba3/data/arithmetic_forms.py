@@ -7,8 +7,8 @@
                                    first, with zeros up to the longest number
     columns        +85_74_91_      the same, and the model writes a digit of the answer into each
                                    blank as soon as it has read the column. Whether a difference
-                                   is negative has to be known before: 145-978 is
-                                   -194758,58_47_19_, with all columns from the first one on first
+                                   is negative has to be known before that: 145-978 is
+                                   -584719,58_47_19_, where all columns come twice
 
     answer_order   1123 is         -833 is
     msd_first      1123            -833
@@ -16,9 +16,11 @@
 
 With columns, an answer has zeros in front up to the number of columns (978-945 is 330), and what
 does not go into blanks, a last carry or a sign, comes after the prompt. What a model has to keep in
-mind is then the same at every length. Products are not interleaved but reversed. Working that is
-written out (282+1410=1692) has each of its numbers in that order. What is not made of numbers with
-+ - * between them, as `c1203` or `120?45`, is the same in all forms.
+mind is then the same at every length: the carry, and which number is the larger one so far.
+
+Products are not interleaved but reversed. Working that is written out (282+1410=1692) has each of
+its numbers in that order. What is not made of numbers with + - * between them, as `c1203` or
+`120?45`, is the same in all forms.
 """
 
 from __future__ import annotations
@@ -103,7 +105,7 @@ def prompt_to_model(prompt: str, form: Form) -> str:
     most = max(map(len, operands))
     digits = zip(*(number[::-1].ljust(most, "0") for number in operands), strict=True)
     columns = ["".join(column) for column in digits]
-    compared = f"{''.join(reversed(columns))}," if form.compares(operators) else ""
+    compared = f"{''.join(columns)}," if form.compares(operators) else ""
     blank = BLANK if layout == "columns" else ""
     return operators + compared + "".join(column + blank for column in columns)
 

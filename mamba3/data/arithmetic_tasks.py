@@ -145,7 +145,7 @@ def _expression(
         digits = np.stack([number.from_ones(columns) for number in operands], axis=2)
         compared = []
         if form.compares(operators):
-            compared = [digits[:, ::-1].reshape(n, -1), constant(",", n)]
+            compared = [digits.reshape(n, -1), constant(",", n)]
         if layout == "columns":
             places = (digits[:, :, :1] != 0) * np.uint8(ord(BLANK))
             digits, blanks = np.concatenate([digits, places], axis=2), digits.shape[1]
