@@ -15,7 +15,7 @@ from mamba3 import zoo
 from mamba3.data.arithmetic_forms import answer_from_model, natural, prompt_to_model, result_of
 from mamba3.data.problems import BLANK, Problem, prompt_ids
 from mamba3.data.tokenizer import CharTokenizer, load_tokenizer
-from mamba3.fill import filled_rows
+from mamba3.fill import fill
 from mamba3.generate_text import completions
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class Skill:
             ids, places = self._ids(prompts[i])
             rows.append(ids)
             blanks.append(places)
-        rows = filled_rows(model, rows, blanks, batch_size=BATCH)
+        rows = fill(model, rows, blanks, batch_size=BATCH)
         longest = max(map(len, rows), default=0)
         made = completions(
             model, self.tokenizer, rows, max_new_tokens=longest + LONGER, batch_size=BATCH

@@ -70,6 +70,7 @@ TOGETHER = {
     "ddp, eager": ("adamw", EAGER),
     "ddp, recorded": ("adamw", {"precision": "bf16"}),
     "ddp, recorded, hybrid": ("hybrid", {"precision": "bf16"}),
+    "ddp, recorded, bf16 weights": ("adamw", {"precision": "bf16-weights"}),
     "sharded, hybrid": ("hybrid", {"precision": "bf16", "parallel": "sharded"}),
     "fsdp": ("adamw", {"precision": "bf16", "parallel": "fsdp"}),
 }
@@ -159,18 +160,18 @@ def together(form: str, args, ranks: Ranks) -> list[Row]:
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     show(ranks, f"{'':34}the slowest GPU alone: {slowest.item():.1f} ms")
     batch = args.batch * ranks.world
-    parts = how | {"accumulate": ranks.world}
-    wanted = {
-        optimizer: measure(form, "", optimizer, parts, batch, args.length, timed=4)[1]
-        for optimizer in ("adamw", "hybrid")
-    }
+    wanted: dict[tuple[str, str], torch.Tensor] = {}
     rows = [one]
     for name, (optimizer, how) in TOGETHER.items():
         if args.rows and name not in args.rows:
             continue
+        kind = optimizer, how["precision"]
+        if kind not in wanted:
+            parts = {"precision": kind[1], "accumulate": ranks.world}
+            wanted[kind] = measure(form, "", optimizer, parts, batch, args.length, timed=4)[1]
         row, losses = measure(form, name, optimizer, how, batch, args.length, ranks)
-        count = min(len(losses), len(wanted[optimizer]))
-        apart = (losses[:count] / wanted[optimizer][:count] - 1).abs().max().item()
+        count = min(len(losses), len(wanted[kind]))
+        apart = (losses[:count] / wanted[kind][:count] - 1).abs().max().item()
         show_row(ranks, row)
         ratio = row.tokens_per_s / one.tokens_per_s
         show(ranks, f"{'':34}{ratio:.3f} x one GPU; losses within {apart:.1e} over {count} steps")

@@ -72,7 +72,7 @@ def test_what_ships_is_the_best_model_and_what_was_measured_of_it(weights):
 
     record = read_record(weights / "adder")
     rows = {(row["stage"], tuple(row["sizes"] or ())): row for row in record["rows"]}
-    assert list(rows) == [(2, ()), (4, ()), *((4, (size,)) for size in (12, 15, 20, 40, 100))]
+    assert list(rows) == [(2, ()), (4, ()), *((4, (size,)) for size in (12, 15, 20, 40, 100, 200))]
     options = Recipe.from_dict(RECIPE).data.problems
     problems = arithmetic.eval_problems(4, 40, seed=1, options=options)
     expected = exact_match(best, arithmetic.tokenizer(), problems)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from mamba3.data.problems import Problem, prompt_ids
 from mamba3.data.tokenizer import CharTokenizer
-from mamba3.fill import filled_rows
+from mamba3.fill import fill
 from mamba3.generate import generate
 from mamba3.generate_text import left_padded
 
@@ -85,7 +85,7 @@ def exact_match(
     rows, blanks = zip(*(prompt_ids(problem, tokenizer) for problem in problems), strict=True)
     if max_new_tokens is None:
         max_new_tokens = max(len(a) - len(b) for a, b in zip(answers, blanks, strict=True))
-    rows = filled_rows(model, rows, blanks, batch_size=batch_size)
+    rows = fill(model, rows, blanks, batch_size=batch_size)
     new = []
     for first in range(0, len(problems), batch_size):
         some = rows[first : first + batch_size]

@@ -27,8 +27,8 @@ BATCH = 256
 SEED = 1
 # Problems of a row in full: so many a size of each task of the last stage, or in all of the others.
 EACH, OTHERS = 2000, 2000
-# Sizes beyond those of training, which the last stage is measured at as well.
-BEYOND = {4: (12, 15, 20, 40, 100), 6: (40, 160, 256, 512)}
+# Other sizes that the last stage is measured at, beyond those of training for the most part.
+BEYOND = {4: (12, 15, 20, 40, 100, 200), 6: (40, 160, 256, 512)}
 UNITS = {4: "digits", 6: "symbols"}
 # How often a difference that is only chance is taken for one, over all numbers of a model.
 FALSE_ALARMS = 0.01
@@ -92,11 +92,12 @@ def rows_of(data: DataRecipe) -> list[Row]:
     for stage in data.stages:
         if stage == last == 6:
             continue  # all of its lengths are below
-        tasks = options.tasks_of([stage])
-        sizes = max(len(options.measured_sizes(task)) or 1 for task in tasks)
+        tasks, wanted = options.tasks_of([stage]), data.eval_sizes(stage)
+        sizes = max(len(wanted or options.measured_sizes(task)) or 1 for task in tasks)
         rows.append(Row(stage, EACH * len(tasks) * sizes if stage == last else OTHERS))
-    tasks = options.tasks_of([last])
-    return [*rows, *(Row(last, EACH * len(tasks), (size,)) for size in BEYOND.get(last, ()))]
+    tasks, known = options.tasks_of([last]), (data.eval_digits or ()) if last == 4 else ()
+    beyond = [size for size in BEYOND.get(last, ()) if size not in known]
+    return [*rows, *(Row(last, EACH * len(tasks), (size,)) for size in beyond)]
 
 
 def measure_problems(

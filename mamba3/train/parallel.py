@@ -106,8 +106,9 @@ def averaging(forward: nn.Module, ranks: Ranks, parallel: str) -> nn.Module:
     """What computes the loss, with gradients that are averaged over ranks if they are to be."""
     if ranks.world == 1 or parallel != "ddp":
         return forward
-    # Buckets are the gradients.
-    return DistributedDataParallel(forward, gradient_as_bucket_view=True)
+    # Buckets are the gradients. With the usual 25 MB a step of 187M parameters on two GPUs takes a
+    # percent longer.
+    return DistributedDataParallel(forward, bucket_cap_mb=100, gradient_as_bucket_view=True)
 
 
 def sharing(ranks: Ranks, parallel: str, max_norm: float | None) -> Replicated | Sharded | None:
