@@ -40,21 +40,30 @@ class Group(NamedTuple):
     @classmethod
     def of(cls, made: Sequence) -> Group:
         """Batches of arrays, the last of which may be a `Failure`."""
-        alike = len(made) > 1 and all(_shapes(batch) == _shapes(made[0]) for batch in made)
-        return cls(_stacked(made) if alike else tuple(made), len(made), alike)
+        first = _shapes(made[0])
+        alike = _has_arrays(made[0]) and all(_shapes(batch) == first for batch in made)
+        return cls(_stacked(made, {}) if alike else tuple(made), len(made), alike)
 
     def batches(self) -> Sequence:
         """One by one, of tensors."""
-        return _unstacked(self.content, self.count) if self.stacked else self.content
+        return _unstacked(self.content, self.count, {}) if self.stacked else self.content
 
 
 def each(batch: Any, kind: type, function: Callable) -> Any:
-    """The batch, of nested tuples, with a function of each thing of a kind in it."""
-    if isinstance(batch, kind):
-        return function(batch)
-    if not isinstance(batch, tuple):
-        return batch
-    return _like(batch, [each(item, kind, function) for item in batch])
+    """The batch, of nested tuples, with a function of each thing of a kind in it.
+
+    What is in it twice, as ids that are their own labels, stays the same thing.
+    """
+    seen: dict[int, Any] = {}
+
+    def of(item: Any) -> Any:
+        if isinstance(item, kind):
+            if id(item) not in seen:
+                seen[id(item)] = function(item)
+            return seen[id(item)]
+        return _like(item, [of(part) for part in item]) if isinstance(item, tuple) else item
+
+    return of(batch)
 
 
 def _like(batch: tuple, items: Sequence) -> tuple:
@@ -69,13 +78,23 @@ def _shapes(batch: Any) -> Any:
     return (type(batch), *map(_shapes, batch)) if isinstance(batch, tuple) else type(batch)
 
 
-def _stacked(batches: Sequence) -> Any:
+def _has_arrays(batch: Any) -> bool:
+    if isinstance(batch, tuple):
+        return any(map(_has_arrays, batch))
+    return isinstance(batch, np.ndarray)
+
+
+def _stacked(batches: Sequence, seen: dict[tuple[int, ...], Any]) -> Any:
+    """Batches as one; arrays that have been met before are what they were then."""
     first = batches[0]
     if isinstance(first, np.ndarray):
-        return _narrow(np.stack(batches))
+        key = tuple(map(id, batches))
+        if key not in seen:
+            seen[key] = _narrow(np.stack(batches))
+        return seen[key]
     if not isinstance(first, tuple):
         return list(batches)
-    return _like(first, [_stacked(items) for items in zip(*batches, strict=True)])
+    return _like(first, [_stacked(items, seen) for items in zip(*batches, strict=True)])
 
 
 class _Narrow(NamedTuple):
@@ -94,12 +113,15 @@ def _narrow(values: np.ndarray) -> np.ndarray | _Narrow:
     return values
 
 
-def _unstacked(content: Any, count: int) -> Sequence:
-    if isinstance(content, _Narrow):
-        return content.values.to(torch.int64).unbind()
-    if isinstance(content, Tensor):
-        return content.unbind()
+def _unstacked(content: Any, count: int, seen: dict[int, Sequence]) -> Sequence:
+    """The batches that `_stacked` was given."""
+    if isinstance(content, (_Narrow, Tensor)):
+        narrow = isinstance(content, _Narrow)
+        tensor = content.values if narrow else content
+        if id(tensor) not in seen:
+            seen[id(tensor)] = (tensor.to(torch.int64) if narrow else tensor).unbind()
+        return seen[id(tensor)]
     if isinstance(content, list):
         return content
-    items = [_unstacked(item, count) for item in content]
+    items = [_unstacked(item, count, seen) for item in content]
     return [_like(content, [those[i] for those in items]) for i in range(count)]

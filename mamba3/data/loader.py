@@ -10,6 +10,7 @@ all, and they travel together, so that what each costs on the way does not count
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -20,6 +21,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -202,7 +204,10 @@ class AsyncBatches:
             generator=torch.Generator(),
             **processes,
         )
-        return iter(loader)
+        iterator = iter(loader)
+        if self._workers:
+            _widen(iterator._worker_result_queue._reader)
+        return iterator
 
 
 def _groups(number: int, world: int, at_once: int) -> Iterator[range]:
@@ -271,6 +276,19 @@ class _Ahead:
         with torch.cuda.stream(self._stream):
             moved = each(group, Tensor, copied)
         return moved, self._stream.record_event()
+
+
+def _widen(reader: Connection) -> None:
+    """Let a pipe hold a megabyte, where that can be, in place of 64 kB.
+
+    What does not fit waits in the worker until this process reads, and then each of the two waits
+    for the other again and again.
+    """
+    # Not on every system; or it is more than this user may have.
+    with contextlib.suppress(ImportError, AttributeError, OSError):
+        import fcntl
+
+        fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 1 << 20)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -29,6 +29,9 @@ from mamba3.progress import progress_bar
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 OFFSET = np.dtype("<i8")
 ENDINGS = (".bin", ".idx", ".json")
+# Tokens that a worker sends at once, of several batches where those are smaller: what a queue takes
+# for each is more than what the tokens take.
+_AT_ONCE = 1 << 17
 # What is encoded at once: the tokenizers library shares it out over its threads.
 GROUP_TEXTS, GROUP_CHARACTERS = 256, 2**24
 logger = logging.getLogger(__name__)
@@ -266,6 +269,7 @@ class TokenStream:
                 "cannot be held out: take fewer, or shorter ones"
             )
         self.length, self.batch_size = length, batch_size
+        self.batches_at_once = min(32, max(1, _AT_ONCE // (length * batch_size)))
         self._order = Shuffled(windows - hold_out, seed)
 
     def __call__(self, index: int) -> Batch:

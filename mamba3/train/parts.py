@@ -56,6 +56,8 @@ def split(batch: Batch, rank: int = 0, world: int = 1, accumulate: int = 1) -> P
         else list(t.tensor_split(world)[rank].tensor_split(accumulate))
         for t in (batch.input_ids, batch.labels, batch.seq_idx)
     )
+    if batch.labels is batch.input_ids:
+        labels = list(ids)  # which need not be sent and copied twice
     counts = torch.stack([scored_tokens(*part) for part in zip(labels, documents, strict=True)])
     # A batch in which nothing is scored has a loss of nan, as its mean.
     shares = (counts / scored_tokens(batch.labels, batch.seq_idx)).to(torch.float32)

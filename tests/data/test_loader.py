@@ -95,6 +95,17 @@ def test_whatever_travels_together_stays_as_it_is():
                 assert torch.equal(t.cpu(), wanted)
 
 
+@pytest.mark.parametrize(("workers", "at_once"), [(0, 1), (1, 1), (1, 3)])
+def test_what_is_twice_in_a_batch_travels_once(workers, at_once):
+    """Ids that are their own labels."""
+    with AsyncBatches(Numbers(at_once=at_once), workers=workers, device=DEVICE) as batches:
+        for index in range(4):
+            batch = next(batches)
+            assert batch.input_ids.data_ptr() == batch.labels.data_ptr()
+            assert batch.input_ids.tolist() == [[index] * 3] * 2
+            assert batch.input_ids.dtype == torch.int64
+
+
 def tensors(batch):
     return [t for item in batch for t in (item if isinstance(item, tuple) else [item])
             if isinstance(t, torch.Tensor)]  # fmt: skip
