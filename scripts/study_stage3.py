@@ -38,14 +38,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import yaml
 
 from mamba3.eval.exact_match import percent
 from mamba3.models.lm import Mamba3LM
-from mamba3.train import load_recipe, loop, train
+from mamba3.train import load_recipe, train
 from mamba3.train.plot import EVAL_LOSS, EXACT_MATCH, LOSS, plot, read_curves
 from mamba3.train.readings import NotFinite
 
@@ -60,23 +59,21 @@ RESULT = "result.json"
 class Arm:
     """What is compared.
 
-    name: of the optimizer in its recipe.
-    optimizer: options of `HybridOptimizer` that no recipe has.
+    optimizer: keys of the recipe's group `optim`.
     model: changes to the architecture.
     from_scratch: whether it cannot start from the weights of --init.
     """
 
-    name: str = "hybrid"
     optimizer: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     from_scratch: bool = False
 
 
 ARMS = {
-    "adamw": Arm("adamw"),
+    "adamw": Arm({"name": "adamw"}),
     "hybrid": Arm(),
-    "anvil6": Arm(optimizer={"preset": "anvil6"}),
-    "fused": Arm(optimizer={"split": False}),
+    "anvil6": Arm({"preset": "anvil6"}),
+    "fused": Arm({"split": False}),
     "siso": Arm(from_scratch=True),
     "mimo": Arm(model={"is_mimo": True}, from_scratch=True),
     "mamba": Arm(model={"layers": "mamba"}, from_scratch=True),
@@ -86,7 +83,7 @@ SWEPT = ("adamw", "hybrid")
 
 @dataclass(frozen=True)
 class Run:
-    """One run: `mamba3 train RECIPE --set SETTINGS`, with an arm's optimizer."""
+    """One run: `mamba3 train RECIPE --set SETTINGS`."""
 
     arm: str
     lr: float
@@ -118,15 +115,12 @@ class Run:
         status, folder = "done", Path(self.folder)
         recipe = load_recipe(self.recipe, self.settings)
         began = time.perf_counter()
-        known = loop._OPTIMIZERS[recipe.optim.name]
-        options = {recipe.optim.name: known | ARMS[self.arm].optimizer}
-        with mock.patch.dict(loop._OPTIMIZERS, options):
-            try:
-                train(recipe, folder, overwrite=True, progress=False)
-            except (NotFinite, ValueError) as error:
-                if "NaN" not in str(error) and not isinstance(error, NotFinite):
-                    raise
-                status = str(error)
+        try:
+            train(recipe, folder, overwrite=True, progress=False)
+        except (NotFinite, ValueError) as error:
+            if "NaN" not in str(error) and not isinstance(error, NotFinite):
+                raise
+            status = str(error)
         seconds = time.perf_counter() - began
         trained = load_recipe(folder / "recipe.yaml")
         model = Mamba3LM(trained.architecture(0), device="meta")
@@ -213,8 +207,8 @@ class Study:
         values = yaml.safe_load((RECIPES / "arithmetic.yaml").read_text())
         steps, batch_size = self.args.steps, values["data"]["batch_size"]
         values["data"] = {"stages": [3], "batch_size": batch_size, "workers": 0}
-        values["optim"]["name"] = arm.name
-        values["optim"] |= {"warmup_steps": min(100, steps // 4), "decay_steps": steps}
+        schedule = {"warmup_steps": min(100, steps // 4), "decay_steps": steps}
+        values["optim"] |= {"name": "hybrid", **schedule, **arm.optimizer}
         every = max(1, steps // self.args.evals)
         values["train"] = {"steps": steps, "save_every": steps, "eval_every": every}
         if self.args.init is not None and not arm.from_scratch:

@@ -65,6 +65,32 @@ def test_runs_are_made_once_and_told(study, tmp_path, capsys, monkeypatch):
         study.go(*command, "optim.weight_decay=0")
 
 
+def test_arms_are_recipes_and_results_from_before_are_read(study, tmp_path, capsys, monkeypatch):
+    """Of anvil6 and fused as well, whose options were no keys of a recipe then."""
+    arms = {"hybrid": 0.25, "anvil6": 0.5, "fused": 0.75}
+    for arm, loss in arms.items():
+        folder = tmp_path / "runs" / f"{arm}-0.004-0-8"
+        folder.mkdir(parents=True)
+        result = {
+            "settings": ["optim.lr=0.004", "train.seed=0"], "status": "done", "seconds": 2.0,
+            "parameters": 5, "losses": [loss] * 4, "eval_loss": loss, "exact_match": 0.5,
+            "best_exact_match": 0.5, "steps_to_goal": None,
+        }  # fmt: skip
+        (folder / "result.json").write_text(json.dumps(result))
+        (folder / "metrics.jsonl").write_text('{"step": 8, "loss": 1.0}\n')
+    monkeypatch.setattr(study.Pool, "make", None)  # nothing is made
+    study.go("--out", tmp_path, "--quick", "--lrs", "1,1,4e-3", "--arms", *arms)
+    printed = capsys.readouterr().out
+    for arm, loss in arms.items():
+        assert f"| {arm} | 0.004 | 0 | {loss:.4f} |" in printed
+        optim = load_recipe(tmp_path / "recipes" / f"{arm}.yaml").optim
+        assert (optim.name, optim.preset, optim.split) == (
+            "hybrid",
+            "anvil6" if arm == "anvil6" else None,
+            arm != "fused",
+        )
+
+
 def test_what_a_run_came_to(study, tmp_path):
     lines = [{"step": i, "loss": 100.0 - i} for i in range(1, 201)]
     lines += [{"step": 100 * i, "eval_loss": 1 / i, "exact_match": share}

@@ -20,6 +20,7 @@ import yaml
 
 from mamba3.config import Mamba3Config, MambaSizes
 from mamba3.fields import from_mapping
+from mamba3.optim import PRESETS
 from mamba3.train.data_recipe import DataRecipe
 from mamba3.train.log import check_loggers
 from mamba3.train.precision import PRECISIONS
@@ -47,6 +48,9 @@ class OptimRecipe:
         weight_decay: decoupled decay of the weight matrices; the model exempts the rest.
         beta1, beta2, eps: AdamW's.
         momentum: of the matrices, for "hybrid" and "anvil".
+        preset: polynomials of their orthogonalisation, one of `mamba3.optim.PRESETS`; None is the
+            optimizer's own.
+        split: whether blocks of projections, such as those of in_proj, are matrices of their own.
         grad_clip: largest global norm of the gradient; larger ones are scaled down to it. None
             clips nothing.
     """
@@ -61,12 +65,20 @@ class OptimRecipe:
     beta2: float = 0.95
     eps: float = 1e-8
     momentum: float = 0.95
+    preset: str | None = None
+    split: bool = True
     grad_clip: float | None = 1.0
 
     def __post_init__(self):
         coerce_fields(self)
         check_at_least(self, 0, "lr", "warmup_steps", "weight_decay")
         check_one_of(self, name=OPTIMIZERS)
+        if self.preset is not None:
+            check_one_of(self, preset=PRESETS)
+            if self.name == "adamw":
+                raise ValueError(
+                    f"preset={self.preset!r} is for hybrid and anvil, and the optimizer is adamw"
+                )
         if self.grad_clip is not None and self.grad_clip <= 0:
             raise ValueError(f"grad_clip must be positive, got {self.grad_clip}")
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:

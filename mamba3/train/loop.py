@@ -32,6 +32,9 @@ _OPTIMIZERS = {"adamw": {"overrides": {"*": "adamw"}}, "hybrid": {}, "anvil": AN
 
 def make_optimizer(model: nn.Module, optim: OptimRecipe, **options) -> HybridOptimizer:
     """The recipe's optimizer over the model's parameters, which say what decays."""
+    named = _OPTIMIZERS[optim.name]
+    if optim.preset is not None:
+        named = named | {"preset": optim.preset}
     return HybridOptimizer(
         model,
         lr=optim.lr,
@@ -39,7 +42,8 @@ def make_optimizer(model: nn.Module, optim: OptimRecipe, **options) -> HybridOpt
         eps=optim.eps,
         weight_decay=optim.weight_decay,
         momentum=optim.momentum,
-        **_OPTIMIZERS[optim.name],
+        split=optim.split,
+        **named,
         **options,
     )
 

@@ -1,8 +1,12 @@
 import pytest
+import torch
 import yaml
+from compare import assert_same
 
+from mamba3 import Mamba3LM
+from mamba3.optim import ANVIL, HybridOptimizer
 from mamba3.train.config import OptimRecipe, Recipe, load_recipe
-from mamba3.train.loop import learning_rate
+from mamba3.train.loop import learning_rate, make_optimizer
 
 RECIPE = {
     "model": {"d_model": 16, "n_layer": 1, "d_state": 8, "headdim": 8},
@@ -74,6 +78,15 @@ def test_yaml_round_trip(tmp_path):
         ("step.recompute=some", r"recompute must be one of none, full, selective, got 'some'"),
         ("step.accumulate=0", r"accumulate must be at least 1, got 0"),
         ("optim.name=muon", r"name must be one of adamw, hybrid, anvil, got 'muon'"),
+        (
+            "optim.preset=newton",
+            r"preset must be one of keller5, polar_express5, anvil6, got 'newt",
+        ),
+        (
+            "optim.preset=anvil6",
+            r"'anvil6' is for hybrid and anvil, and the optimizer is adamw",
+        ),
+        ("optim.split=2", r"split must be bool, got 2"),
         ("optim.decay_steps=100", r"decay_steps must be more than warmup_steps, got 100 and 100"),
         ("data.stages=[7]", r"stages must be some of \[1, 2, 3, 4, 5, 6\]"),
         ("data.stages=2", r"stages must be a list, got 2"),
@@ -131,3 +144,35 @@ def test_learning_rate_by_hand():
     assert rates[4:13] == sorted(rates[4:13], reverse=True)
     constant = OptimRecipe(lr=2.0, warmup_steps=0)
     assert [learning_rate(i, constant) for i in (0, 999)] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "options"),
+    [
+        ({"name": "hybrid"}, {}),
+        ({"name": "hybrid", "preset": "anvil6"}, {"preset": "anvil6"}),
+        ({"name": "hybrid", "split": False}, {"split": False}),
+        ({"name": "anvil"}, ANVIL),
+        ({"name": "anvil", "preset": "keller5", "split": False},
+         ANVIL | {"preset": "keller5", "split": False}),
+    ],
+)  # fmt: skip
+def test_the_optimizer_of_a_recipe_steps_as_its_keys_say(keys, options):
+    config = Recipe.from_dict(RECIPE).architecture(32)
+    optim = OptimRecipe(lr=0.01, momentum=0.8, **keys)
+    numbers = {"lr": 0.01, "momentum": 0.8}
+
+    def weights(make):
+        torch.manual_seed(0)
+        model = Mamba3LM(config)
+        optimizer = make(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        return model.state_dict()
+
+    found = weights(lambda model: make_optimizer(model, optim))
+    assert_same(found, weights(lambda model: HybridOptimizer(model, **numbers, **options)))
+    plain = weights(lambda model: HybridOptimizer(model, **numbers))
+    same = {torch.equal(found[name], plain[name]) for name in plain if "in_proj" in name}
+    assert same == {not options}
