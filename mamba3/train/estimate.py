@@ -20,7 +20,8 @@ from mamba3.train.loop import make_step
 from mamba3.train.rehearsal import CUBLAS_BYTES, Account, Storage, rehearse
 from mamba3.train.step_cache import CachedStep
 
-# Batches of a recipe whose longest is taken, where lengths vary.
+# Batches at the start of a run, and at its end, whose longest is taken where lengths vary: problems
+# that grow are longest at the end.
 BATCHES = 8
 
 
@@ -81,8 +82,8 @@ def estimate(recipe: Recipe, world: int = 1) -> Estimate:
     """Tell the peak of a recipe's steps on a GPU, which need not be there; not of evaluations.
 
     Args:
-        recipe: of the run. Where the lengths of its batches vary, the longest of the first few is
-            taken.
+        recipe: of the run. Where the lengths of its batches vary, the longest of the first few and
+            the last few is taken.
         world: number of ranks, of which every one has a GPU.
 
     Raises:
@@ -190,7 +191,7 @@ def measure_step(
 
 
 def _facts(recipe: Recipe) -> tuple[Mamba3Config, int, int]:
-    """The model of a recipe, and rows and length of its batches."""
+    """The model of a recipe, and rows and length of its longest batches."""
     from mamba3.train.tasks import task_of
 
     data, model = recipe.data, recipe.model
@@ -202,8 +203,8 @@ def _facts(recipe: Recipe) -> tuple[Mamba3Config, int, int]:
         config = recipe.architecture(model["vocab_size"] if task is None else task.vocab_size)
     length = data.length
     if length is None:
-        stream = task.stream()
-        length = max(stream(i).input_ids.shape[1] for i in range(BATCHES))
+        stream, run = task.stream(), range(recipe.train.steps)
+        length = max(stream(i).input_ids.shape[1] for i in (*run[:BATCHES], *run[-BATCHES:]))
     return config, data.batch_size, length
 
 

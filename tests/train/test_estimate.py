@@ -232,6 +232,17 @@ def test_the_longest_batch_of_a_recipe_is_taken(make_recipe):
     assert found == estimate_step(config, 8, longest, recipe.optim, recipe.step)
 
 
+@pytest.mark.parametrize(("steps", "grow_batches"), [(100, 64), (100, 1000), (3, 1000)])
+def test_the_longest_batch_is_taken_where_problems_grow(make_recipe, steps, grow_batches):
+    grows = {"symbols": 8, "grow_to": 200, "grow_batches": grow_batches}
+    changes = {f"data.{name}": value for name, value in ({"stages": [6]} | grows).items()}
+    recipe = make_recipe(changes | {"train.steps": steps})
+    stream = task_of(recipe).stream()
+    lengths = [stream(i).input_ids.shape[1] for i in range(steps)]
+    assert (max(lengths[:BATCHES]) < max(lengths)) == (steps > BATCHES)
+    assert estimate(recipe).length == max(lengths)
+
+
 def test_no_file_is_read_for_rows_of_a_known_length_and_vocabulary():
     assert estimate(token_recipe()) == small_step()
 
