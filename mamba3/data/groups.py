@@ -54,16 +54,17 @@ def each(batch: Any, kind: type, function: Callable) -> Any:
 
     What is in it twice, as ids that are their own labels, stays the same thing.
     """
-    seen: dict[int, Any] = {}
+    return _each(batch, kind, function, {})
 
-    def of(item: Any) -> Any:
-        if isinstance(item, kind):
-            if id(item) not in seen:
-                seen[id(item)] = function(item)
-            return seen[id(item)]
-        return _like(item, [of(part) for part in item]) if isinstance(item, tuple) else item
 
-    return of(batch)
+def _each(batch: Any, kind: type, function: Callable, seen: dict[int, Any]) -> Any:
+    if isinstance(batch, kind):
+        if id(batch) not in seen:
+            seen[id(batch)] = function(batch)
+        return seen[id(batch)]
+    if not isinstance(batch, tuple):
+        return batch
+    return _like(batch, [_each(item, kind, function, seen) for item in batch])
 
 
 def _like(batch: tuple, items: Sequence) -> tuple:
