@@ -57,7 +57,7 @@ def weights(tmp_path_factory):
         patch.syspath_prepend(SCRIPTS)
         import ship
 
-        command = ["ship.py", run, "adder", "--out", folder, "--share", "0.005", "--device", "cpu"]
+        command = ["ship.py", run, "adder", "--out", folder, "--share", "0.01", "--device", "cpu"]
         command += ["--limits", "Little was trained."]
         patch.setattr(sys, "argv", list(map(str, command)))
         ship.main()
@@ -200,11 +200,13 @@ def test_one_miss_where_none_was_recorded_is_chance():
 
 def test_rows_of_a_card():
     carry = DataRecipe(stages=[2, 4], digits=10)
-    assert rows_of(carry)[:3] == [Row(2, 2000), Row(4, 36_000), Row(4, 4000, (12,))]
+    assert rows_of(carry)[:3] == [Row(2, 2000), Row(4, 18_000), Row(4, 2000, (12,))]
     state = DataRecipe(stages=[6], tasks=["parity", "brackets"])
-    assert rows_of(state) == [Row(6, 4000, (size,)) for size in (40, 160, 256, 512)]
+    assert rows_of(state) == [Row(6, 2000, (size,)) for size in (40, 160, 256, 512)]
     assert Row(6, 1, (256,)).title == "stage 6, 256 symbols"
-    assert rows_of(DataRecipe(stages=[5])) == [Row(5, 28_000)]
+    long = DataRecipe(stages=[4], digits=40, eval_digits=[2, 20, 40])
+    assert rows_of(long) == [Row(4, 6000), *(Row(4, 2000, (n,)) for n in (12, 15, 100, 200))]
+    assert rows_of(DataRecipe(stages=[5])) == [Row(5, 14_000)]
 
 
 def test_tables_of_a_card():

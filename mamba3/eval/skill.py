@@ -25,7 +25,7 @@ EVAL_FILE = "eval.json"
 BATCH = 256
 # Of the draw of problems: others than those that a run's best checkpoint is chosen by.
 SEED = 1
-# Problems of a row in full: so many a size of each task of the last stage, or in all of the others.
+# Problems of a row in full: so many a size of the last stage, or in all of the others.
 EACH, OTHERS = 2000, 2000
 # Other sizes that the last stage is measured at, beyond those of training for the most part.
 BEYOND = {4: (12, 15, 20, 40, 100, 200), 6: (40, 160, 256, 512)}
@@ -94,10 +94,10 @@ def rows_of(data: DataRecipe) -> list[Row]:
             continue  # all of its lengths are below
         tasks, wanted = options.tasks_of([stage]), data.eval_sizes(stage)
         sizes = max(len(wanted or options.measured_sizes(task)) or 1 for task in tasks)
-        rows.append(Row(stage, EACH * len(tasks) * sizes if stage == last else OTHERS))
-    tasks, known = options.tasks_of([last]), (data.eval_digits or ()) if last == 4 else ()
+        rows.append(Row(stage, EACH * sizes if stage == last else OTHERS))
+    known = (data.eval_digits or ()) if last == 4 else ()
     beyond = [size for size in BEYOND.get(last, ()) if size not in known]
-    return [*rows, *(Row(last, EACH * len(tasks), (size,)) for size in beyond)]
+    return [*rows, *(Row(last, EACH, (size,)) for size in beyond)]
 
 
 def measure_problems(
