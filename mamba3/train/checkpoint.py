@@ -28,6 +28,7 @@ from torch import Tensor
 
 from mamba3.atomic import remove_folder, replace_folder
 from mamba3.train.agreement import Agreement
+from mamba3.train.config import Recipe
 from mamba3.train.manifest import damage, file_facts, read_manifest, write_manifest
 from mamba3.train.parallel import Ranks
 from mamba3.train.step import TrainStep
@@ -350,7 +351,8 @@ def refuse_to_overwrite(out: Path, remedy: str) -> None:
 
 def check_same_recipe(saved: dict[str, Any], given: dict[str, Any]) -> None:
     """Raise a ValueError that names every difference that would change what the run computes."""
-    saved, given = _flat(saved), _flat(given)
+    # Keys that the run's version did not have are at their defaults, which change nothing.
+    saved, given = _flat(Recipe.from_dict(saved).to_dict()), _flat(given)
     differences = [
         f"{key} (the run: {saved.get(key)!r}, the recipe: {given.get(key)!r})"
         for key in sorted(saved.keys() | given.keys())

@@ -20,7 +20,7 @@ from mamba3.data import arithmetic
 from mamba3.eval import skill
 from mamba3.eval.exact_match import exact_match
 from mamba3.train import loop, train
-from mamba3.train.checkpoint import Checkpoints
+from mamba3.train.checkpoint import Checkpoints, check_same_recipe
 from mamba3.train.config import load_recipe
 from mamba3.train.signals import StopSignals
 from mamba3.train.tensor_files import read_tensors
@@ -297,6 +297,15 @@ def test_resuming_with_another_recipe_names_the_difference(
     with pytest.raises(ValueError, match=message):
         train(make_recipe({key: value}), whole_run, resume=True, progress=False)
     assert files_of(whole_run) == files
+
+
+def test_keys_that_a_run_did_not_have_yet_are_at_their_defaults(make_recipe):
+    recipe = make_recipe().to_dict()
+    old = recipe | {"optim": {k: v for k, v in recipe["optim"].items() if k != "split"}}
+    check_same_recipe(old, recipe)
+    changed = make_recipe({"optim.name": "hybrid", "optim.split": False}).to_dict()
+    with pytest.raises(ValueError, match=r"optim\.split \(the run: True, the recipe: False\)"):
+        check_same_recipe(old, changed)
 
 
 def test_a_folder_in_use_is_refused(make_recipe, whole_run, tmp_path):
