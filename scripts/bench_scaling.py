@@ -165,10 +165,12 @@ def main() -> None:
         if args.write or args.read:
             for form in args.form:
                 (write if args.write else read)(form, Path(args.write or args.read), setting)
-            return
-        results = measure_all(args.form, setting, about, args.json)
-        if ranks.first:
-            tell([results], args.append)
+        else:
+            results = measure_all(args.form, setting, about, args.json)
+            if ranks.first:
+                tell([results], args.append)
+        # gloo's threads may still hold tensors, and a rank that ends meanwhile aborts.
+        ranks.wait()
 
 
 # steps
