@@ -205,7 +205,7 @@ class Run:
     @property
     def recorded(self) -> bool:
         """Whether steps are replayed."""
-        return bool(self.cached._recorded)
+        return self.cached.recordings > 0
 
     def losses(self, count: int, start: int | None = None) -> torch.Tensor:
         """Of the next steps, or of those from `start` on."""

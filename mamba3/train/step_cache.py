@@ -64,6 +64,11 @@ class CachedStep:
         if step.ranks.world > 1 and not ddp and self._record is not None:
             self._give_up("what ranks exchange depends on the host (step.parallel=ddp does not)")
 
+    @property
+    def recordings(self) -> int:
+        """How many recordings are kept."""
+        return len(self._recorded)
+
     def __call__(self, batch: Batch) -> StepOutput:
         """Make a step on a batch."""
         return self.make(self.step.parts(batch))
