@@ -25,6 +25,7 @@ import mamba3
 from mamba3 import zoo
 from mamba3.curriculum import RESULT_FILE
 from mamba3.data.arithmetic_forms import prompt_to_model
+from mamba3.data.problems import BLANK
 from mamba3.eval.exact_match import ExactMatch
 from mamba3.eval.skill import EVAL_FILE, measure_row, rows_of, tables
 from mamba3.ops.dispatch import default_device
@@ -139,6 +140,7 @@ def write_skill_card(args, folder: Path, model, recipe: Recipe, record: dict[str
     """README.md."""
     data = recipe.data
     problem = SKILLS[max(data.stages)][1] or STATES[record["tasks"][0]]
+    example = prompt_to_model(problem, data.problems.form)
     base = recipe.train.init_from and zoo.public_name(recipe.train.init_from)
     what = f"stages {data.stages} of the arithmetic curriculum ({', '.join(record['tasks'])})"
     write_card(
@@ -154,7 +156,7 @@ def write_skill_card(args, folder: Path, model, recipe: Recipe, record: dict[str
             f"trains it again.{' ' if args.note else ''}{args.note or ''}"
         ),
         told=Told(
-            what, "problems", "", prompt_to_model(problem, data.problems.form), ("arithmetic",)
+            what, "problems", "", example, ("arithmetic",), problem if BLANK in example else None
         ),
         results={args.name: Measured(together(record))},
         base_model=None,

@@ -74,7 +74,7 @@ def write_card(
         "Use": "\n".join(
             [
                 *_solving(name, asked),
-                *["```python", *_usage(name, told and told.example), "```"],
+                *["```python", *_usage(name, told), "```"],
             ]
         ),
     }
@@ -173,8 +173,14 @@ def _solving(name: str, problem: str | None) -> list[str]:
     return [f'`mamba3 solve --model {name} "{problem}"` takes and gives the natural form.', ""]
 
 
-def _usage(name: str, example: str | None) -> list[str]:
-    if example is None:
+def _usage(name: str, told: Told | None) -> list[str]:
+    if told is not None and told.solved is not None:
+        return [
+            "from mamba3.solve import solve",
+            "",
+            f'print(solve([{json.dumps(told.solved)}], "{name}")[0].answer)',
+        ]
+    if told is None or told.example is None:
         return [
             "import torch",
             "from mamba3 import load_model",
@@ -183,7 +189,7 @@ def _usage(name: str, example: str | None) -> list[str]:
             "prompt = torch.tensor([[0]])  # ids of the model's tokenizer",
             "print(model.generate(prompt, 16)[0].tolist())",
         ]
-    quoted = json.dumps(example, ensure_ascii=False)
+    quoted = json.dumps(told.example, ensure_ascii=False)
     return [
         "import torch",
         "from mamba3 import load_model, load_tokenizer",

@@ -13,6 +13,8 @@ from mamba3 import Mamba3Config, Mamba3LM
 from mamba3.data.tokenizer import CharTokenizer
 from mamba3.eval.exact_match import ExactMatch
 from mamba3.eval.perplexity import Document, Perplexity, text_perplexity
+from mamba3.solve import solve
+from mamba3.train import train
 from mamba3.train.card import write_card
 from mamba3.train.tasks import Measured, Told
 
@@ -126,6 +128,16 @@ def test_a_trained_model(model, tmp_path, monkeypatch):
     assert f"{n:,} parameters" in card.text
     printed = run_example(card, folder, monkeypatch)
     assert printed.startswith('1+"2')
+
+
+def test_a_model_that_writes_into_its_prompts(make_recipe, tmp_path, monkeypatch):
+    form = {"data.operands": "columns", "data.answer_order": "lsd_first", "train.steps": 1}
+    train(make_recipe(form), tmp_path / "adder", progress=False)
+    card = ModelCard.load(tmp_path / "adder" / "README.md")
+    assert 'solve(["7+8"], "adder")' in card.text
+    [printed] = run_example(card, tmp_path / "adder", monkeypatch).splitlines()
+    [answer] = solve(["7+8"], tmp_path / "adder")
+    assert printed == answer.answer
 
 
 def test_what_is_said_of_mamba_1_layers(tmp_path):

@@ -67,6 +67,8 @@ class Told(NamedTuple):
     measured_on: what it was measured on, in whole sentences.
     example: a prompt; None where there is no tokenizer for one.
     tags: of the Hub.
+    solved: a problem in its natural form, where prompts have blanks, which `generate` does not
+        fill.
     """
 
     data: str
@@ -74,6 +76,7 @@ class Told(NamedTuple):
     measured_on: str
     example: str | None = None
     tags: tuple[str, ...] = ()
+    solved: str | None = None
 
 
 class Task(Protocol):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from mamba3.data import arithmetic
-from mamba3.data.arithmetic_forms import prompt_to_model
+from mamba3.data.arithmetic_forms import prompt_from_model, prompt_to_model
 from mamba3.data.arithmetic_tasks import TASKS
+from mamba3.data.problems import BLANK
 from mamba3.eval.skill import measure_problems
 from mamba3.train.config import Recipe
 from mamba3.train.tasks import Measured, Told
@@ -29,12 +30,15 @@ class Curriculum:
             )
         ]
         self.about = f"stages {data.stages}, {data.batch_size} problems a step"
+        example = self._example()
+        natural = prompt_from_model(example, data.problems.form)
         self.told = Told(
             data=f"{self._what()} of the arithmetic curriculum",
             units="problems",
             measured_on=self._measured_on(),
-            example=self._example(),
+            example=example,
             tags=("arithmetic",),
+            solved=natural if BLANK in example else None,
         )
 
     def _what(self) -> str:
