@@ -18,7 +18,8 @@ With columns, an answer has zeros in front up to the number of columns (978-945 
 does not go into blanks, a last carry or a sign, comes after the prompt. What a model has to keep in
 mind is then the same at every length: the carry, and which number is the larger one so far.
 
-Products are not interleaved but reversed. Working that is written out (282+1410=1692) has each of
+Products are not interleaved but reversed; with columns, 978*5 is *85_75_95_, the single digit in
+every column, and longer ones are reversed. Working that is written out (282+1410=1692) has each of
 its numbers in that order. What is not made of numbers with + - * between them, as `c1203` or
 `120?45`, is the same in all forms.
 """
@@ -34,7 +35,7 @@ ANSWER_ORDERS = ("msd_first", "lsd_first")
 OPERANDS = ("plain", "reversed", "interleaved", "columns")
 
 _NUMBERS = re.compile(r"\d+(?:[+\-*]\d+)+")
-_COLUMNS = re.compile(rf"([+\-]+)(?:\d+,)?([\d{BLANK}]+)")
+_COLUMNS = re.compile(rf"([+\-]+|\*)(?:\d+,)?([\d{BLANK}]+)")
 _MODULO = re.compile(r"(.+)%5")
 
 
@@ -62,13 +63,16 @@ class Form:
                 f"lsd_first, got {self.answer_order}"
             )
 
-    def layout_of(self, operators: str) -> str:
-        """The layout of numbers with these operators between."""
-        return "reversed" if "*" in operators and self.operands != "plain" else self.operands
+    def layout_of(self, operators: str, last: int) -> str:
+        """The layout of numbers with these operators between, the last of `last` digits."""
+        if "*" not in operators or self.operands == "plain":
+            return self.operands
+        by_digit = operators == "*" and last == 1 and self.operands == "columns"
+        return "columns" if by_digit else "reversed"
 
     def compares(self, operators: str) -> bool:
         """Whether columns come twice, since the sign of the answer depends on all of them."""
-        return self.layout_of(operators) == "columns" and operators == "-"
+        return self.operands == "columns" and operators == "-"
 
 
 def natural(text: str) -> str:
@@ -95,14 +99,15 @@ def prompt_to_model(prompt: str, form: Form) -> str:
     """A problem in its natural form as a model reads it."""
     if not _NUMBERS.fullmatch(prompt):
         return prompt
-    operators = "".join(re.findall(r"[+\-*]", prompt))
-    layout = form.layout_of(operators)
+    operators, operands = "".join(re.findall(r"[+\-*]", prompt)), re.findall(r"\d+", prompt)
+    layout = form.layout_of(operators, len(operands[-1]))
     if layout == "plain":
         return prompt
     if layout == "reversed":
         return _reversed_numbers(prompt)
-    operands = re.findall(r"\d+", prompt)
     most = max(map(len, operands))
+    if operators == "*":
+        operands[1] *= most
     digits = zip(*(number[::-1].ljust(most, "0") for number in operands), strict=True)
     columns = ["".join(column) for column in digits]
     compared = f"{''.join(columns)}," if form.compares(operators) else ""
@@ -117,6 +122,8 @@ def prompt_from_model(prompt: str, form: Form) -> str:
         operators, digits = columns[1], columns[2].replace(BLANK, "")
         count = len(operators) + 1
         operands = [str(int(digits[i::count][::-1])) for i in range(count)]
+        if operators == "*":
+            operands[1] = operands[1][0]
         return operands[0] + "".join(map("".join, zip(operators, operands[1:], strict=True)))
     if form.operands == "plain" or not _NUMBERS.fullmatch(prompt):
         return prompt

@@ -135,13 +135,16 @@ def _expression(
     n = len(operands[0].lengths)
     signs = [constant(sign, n) for sign in operators]
     natural = _between(signs, [number.from_first() for number in operands])
-    layout, blanks, columns = form.layout_of(operators), 0, None
+    layout, blanks, columns = form.layout_of(operators, len(operands[-1].digits)), 0, None
     if layout == "plain":
         prompts = natural
     elif layout == "reversed":
         prompts = _between(signs, [number.from_ones() for number in operands])
     else:
         columns = np.max([number.lengths for number in operands], axis=0)
+        if operators == "*":
+            first, digit = operands
+            operands = [first, Numbers(np.repeat(digit.digits, len(first.digits), axis=0), columns)]
         digits = np.stack([number.from_ones(columns) for number in operands], axis=2)
         compared = []
         if form.compares(operators):
