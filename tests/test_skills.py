@@ -219,6 +219,14 @@ def test_tables_of_a_card():
         "| parity, 40 symbols | 9 | 75.00 % | 50.00 % |  |  |  |",
         "| all of stage 6, 40 symbols | 9 | 75.00 % |  | 0.12 | 1 | 2 |",
     ]
+    counts = {"sum, 9 carries": 4, "sum, 10 carries": 3, "sum, 19 carries": 1, "sum, 40 digits": 8}
+    groups = dict(zip(counts, (0.75, 1 / 3, 1.0, 0.5), strict=True))
+    lines = tables({"rows": [row | {"per_group": groups, "n_per_group": counts}]}).splitlines()
+    assert lines[-3:] == [
+        "| sum, 9 carries | 4 | 75.00 % |",
+        "| sum, 10 to 19 carries | 4 | 50.00 % |",
+        "| sum, 40 digits | 8 | 50.00 % |",
+    ]
 
 
 def test_what_ships_is_small():

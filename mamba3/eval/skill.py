@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -245,13 +246,26 @@ def tables(record: dict[str, Any]) -> str:
         table.append([*cells, *ends])
     lines = [f"| {' | '.join(cells)} |" for cells in table]
     groups = [
-        f"| {name} | {row['n_per_group'][name]:,} | {percent(share)} |"
+        f"| {name} | {n:,} | {percent(right / n)} |"
         for row in record["rows"]
-        for name, share in row.get("per_group", {}).items()
+        for name, (right, n) in _merged(row).items()
     ]
     if groups:
         lines += ["", "| by size and carries | n | exact match |", "|---|---|---|", *groups]
     return "\n".join(lines)
+
+
+def _merged(row: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """How many are right, of how many, by size and carries; carries from 10 on in tens."""
+    found: dict[str, tuple[int, int]] = {}
+    for group, share in row.get("per_group", {}).items():
+        task, number, trait = re.fullmatch(r"(.*), (\d+) (.*)", group).groups()
+        tens = int(number) // 10 * 10 if trait == "carries" else 0
+        name = f"{task}, {f'{tens} to {tens + 9}' if tens else number} {trait}"
+        n = row["n_per_group"][group]
+        right, before = found.get(name, (0, 0))
+        found[name] = right + round(share * n), before + n
+    return found
 
 
 def _scaled(row: dict[str, Any], task: str) -> str:
