@@ -71,6 +71,19 @@ TOGETHER = {
     "ddp, recorded": ("adamw", {"precision": "bf16"}),
     "ddp, recorded, hybrid": ("hybrid", {"precision": "bf16"}),
     "ddp, recorded, bf16 weights": ("adamw", {"precision": "bf16-weights"}),
+    "allreduce": ("adamw", {"precision": "bf16", "parallel": "allreduce"}),
+    "allreduce in bf16": (
+        "adamw",
+        {"precision": "bf16", "parallel": "allreduce", "exchange": "bf16"},
+    ),
+    "allreduce in bf16, hybrid": (
+        "hybrid",
+        {"precision": "bf16", "parallel": "allreduce", "exchange": "bf16"},
+    ),
+    "allreduce, bf16 weights": (
+        "adamw",
+        {"precision": "bf16-weights", "parallel": "allreduce"},
+    ),
     "sharded, hybrid": ("hybrid", {"precision": "bf16", "parallel": "sharded"}),
     "fsdp": ("adamw", {"precision": "bf16", "parallel": "fsdp"}),
 }

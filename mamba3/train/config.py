@@ -28,7 +28,8 @@ from mamba3.train.recipe_fields import check_at_least, check_one_of, coerce_fiel
 
 RECOMPUTE = ("none", "full", "selective")
 NONFINITE = ("stop", "skip")
-PARALLEL = ("ddp", "fsdp", "sharded")
+PARALLEL = ("ddp", "allreduce", "fsdp", "sharded")
+EXCHANGES = ("float32", "bf16")
 OPTIMIZERS = {"adamw": "AdamW", "hybrid": "Muon and AdamW", "anvil": "ANVIL and AdamW"}
 
 
@@ -100,8 +101,10 @@ class StepRecipe:
         recompute: what the backward pass computes anew, to save memory: "none", "full" (all but
             the inputs of blocks) or "selective" (all but linear layers).
         parallel: what several ranks share. "ddp": every rank has all weights, and gradients are
-            averaged; "fsdp": weights, gradients and optimizer state are spread over ranks;
+            averaged; "allreduce": the same, but gradients are exchanged all at once after the
+            backward pass; "fsdp": weights, gradients and optimizer state are spread over ranks;
             "sharded": the optimizer's state is, and its work.
+        exchange: what "allreduce" sends gradients in: "float32", or "bf16", which is half as much.
         cache_steps: on a GPU, record steps as CUDA graphs, and replay them.
         compile: run the model through torch.compile, which takes a minute at the start.
         nonfinite: what a loss or gradient that is not finite does: "stop" the run or "skip" the
@@ -115,6 +118,7 @@ class StepRecipe:
     accumulate: int = 1
     recompute: str = "none"
     parallel: str = "ddp"
+    exchange: str = "float32"
     cache_steps: bool = True
     compile: bool = False
     nonfinite: str = "stop"
@@ -128,11 +132,16 @@ class StepRecipe:
             precision=PRECISIONS,
             recompute=RECOMPUTE,
             parallel=PARALLEL,
+            exchange=EXCHANGES,
             nonfinite=NONFINITE,
         )
         if self.precision == "fp16" and self.parallel == "sharded":
             # A scale that overflows on one rank is to be lowered on all, before what they average.
-            raise ValueError("precision fp16 needs parallel ddp or fsdp, got sharded")
+            raise ValueError("precision fp16 needs parallel ddp, allreduce or fsdp, got sharded")
+        if self.exchange != "float32" and self.parallel != "allreduce":
+            raise ValueError(
+                f"exchange={self.exchange} is for parallel allreduce, got {self.parallel}"
+            )
         if self.spike_factor is not None and not self.spike_factor > 1:
             raise ValueError(f"spike_factor must be more than 1, got {self.spike_factor}")
 
@@ -209,8 +218,10 @@ class Recipe:
     def __post_init__(self):
         if self.model is None and self.train.init_from is None:
             raise ValueError("the recipe has neither a group 'model' nor train.init_from")
-        if self.train.lora_rank and self.step.parallel != "ddp":
-            raise ValueError(f"train.lora_rank needs step.parallel ddp, got {self.step.parallel}")
+        if self.train.lora_rank and self.step.parallel not in ("ddp", "allreduce"):
+            raise ValueError(
+                f"train.lora_rank needs step.parallel ddp or allreduce, got {self.step.parallel}"
+            )
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Recipe:

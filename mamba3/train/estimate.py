@@ -111,14 +111,14 @@ def estimate_step(
         config: the model's.
         rows, length: of the whole batch.
         optim, how: as of a recipe.
-        world: ranks that share the rows; their weights and state are whole (ddp).
+        world: ranks that share the rows; their weights and state are whole (ddp, allreduce).
 
     Raises:
         ValueError: fewer rows than ranks; ranks that share weights or state (fsdp, sharded).
     """
     if rows < world:
         raise ValueError(f"{rows} rows cannot be shared by {world} ranks")
-    if world > 1 and how.parallel != "ddp":
+    if world > 1 and how.parallel not in ("ddp", "allreduce"):
         raise ValueError(
             f"there is no estimate for step.parallel={how.parallel} on {world} ranks; that for "
             "ddp, which spreads nothing, is more"

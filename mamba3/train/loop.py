@@ -19,7 +19,15 @@ from mamba3.train.log import MetricsLog
 from mamba3.train.memory import AllocationGuard
 from mamba3.train.nonfinite import first_nonfinite
 from mamba3.train.norms import GroupNorms
-from mamba3.train.parallel import Ranks, averaging, on_stream, own_stream, sharing, spread
+from mamba3.train.parallel import (
+    Ranks,
+    averaging,
+    on_stream,
+    own_stream,
+    sharing,
+    spread,
+    summing,
+)
 from mamba3.train.parts import RankParts
 from mamba3.train.readings import NotFinite, Readings
 from mamba3.train.spikes import SpikeDetector
@@ -83,6 +91,7 @@ def make_step(
         forward=forward,
         stream=stream,
         optimizer_clips=isinstance(shared, Sharded),
+        exchange=summing(model, ranks, how.parallel, how.exchange),
     )
 
 

@@ -6,6 +6,7 @@ that a run is the same, but for rounding, at any number of ranks. Rank 0 writes.
 | name | weights | gradients | optimizer's state | orthogonalisation |
 |---|---|---|---|---|
 | ddp | whole | averaged by DistributedDataParallel | whole | shared out |
+| allreduce | whole | added up at once, after the backward pass | whole | shared out |
 | fsdp | spread by fully_shard | spread | spread | at a matrix's owner |
 | sharded | whole | averaged by the optimizer | shared out | shared out |
 """
@@ -15,7 +16,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -102,6 +104,67 @@ def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
     current.wait_stream(stream)
 
 
+class GradientSum:
+    """Adds up all ranks' gradients, of each dtype in one exchange.
+
+    DistributedDataParallel exchanges gradients while the backward pass makes others, which slows
+    the kernels that run meanwhile; this begins after it, and sends half as much in bfloat16.
+
+    Args:
+        parameters: the same on all ranks, as are those of them that have gradients.
+        dtype: to send gradients in; None is their own.
+    """
+
+    # Elements that a gradient's place is rounded up to, so that all begin at 256 bytes.
+    ALIGNED = 128
+
+    def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype | None = None):
+        self.parameters, self.dtype = list(parameters), dtype
+
+    def __call__(self) -> None:
+        """Exchange gradients; the host does not wait."""
+        of_dtype = defaultdict(list)
+        for p in self.parameters:
+            if p.grad is not None:
+                of_dtype[p.grad.dtype].append(p)
+        for dtype, parameters in of_dtype.items():
+            self._exchange(parameters, dtype)
+
+    def _exchange(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
+        gradients = [p.grad for p in parameters]
+        places = [-(-g.numel() // self.ALIGNED) * self.ALIGNED for g in gradients]
+        # What is between gradients is added up as well, and nobody reads it.
+        buffer = gradients[0].new_empty(sum(places), dtype=self.dtype or dtype)
+        views = [
+            part[: g.numel()].view(g.shape)
+            for part, g in zip(buffer.split(places), gradients, strict=True)
+        ]
+        torch._foreach_copy_(views, gradients)
+        dist.all_reduce(buffer)
+        if buffer.dtype != dtype:
+            torch._foreach_copy_(gradients, views)
+            return
+        for p, view in zip(parameters, views, strict=True):
+            p.grad = view
+
+
+def summing(model: nn.Module, ranks: Ranks, parallel: str, exchange: str) -> GradientSum | None:
+    """What adds up gradients after the backward pass, if that is wanted; weights become rank 0's.
+
+    Args:
+        model: with all its weights.
+        ranks: of this run.
+        parallel: of a recipe.
+        exchange: "float32", gradients as they are, or "bf16".
+    """
+    if ranks.world == 1 or parallel != "allreduce":
+        return None
+    for t in (*model.parameters(), *model.buffers()):
+        dist.broadcast(t.detach(), 0)
+    dtype = torch.bfloat16 if exchange == "bf16" else None
+    return GradientSum((p for p in model.parameters() if p.requires_grad), dtype)
+
+
 def averaging(forward: nn.Module, ranks: Ranks, parallel: str) -> nn.Module:
     """What computes the loss, with gradients that are averaged over ranks if they are to be."""
     if ranks.world == 1 or parallel != "ddp":
@@ -116,7 +179,7 @@ def sharing(ranks: Ranks, parallel: str, max_norm: float | None) -> Replicated |
     if ranks.world == 1:
         return None
     sharded = Sharded(max_norm=math.inf if max_norm is None else max_norm)
-    shares = {"ddp": Replicated(), "fsdp": None, "sharded": sharded}
+    shares = {"ddp": Replicated(), "allreduce": Replicated(), "fsdp": None, "sharded": sharded}
     return shares[parallel]
 
 

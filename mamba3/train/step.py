@@ -14,7 +14,7 @@ from torch.profiler import record_function
 from mamba3.data.problems import Batch
 from mamba3.optim import HybridOptimizer
 from mamba3.optim.pieces import local
-from mamba3.train.parallel import Ranks, on_stream, whole
+from mamba3.train.parallel import GradientSum, Ranks, on_stream, whole
 from mamba3.train.parts import Part, split
 from mamba3.train.precision import LossScaler, autocast
 
@@ -48,6 +48,8 @@ class TrainStep:
         forward: what computes the loss, where that is a wrapper of the model.
         stream: of a GPU to run on; None is the current one.
         optimizer_clips: the optimizer averages the gradients, and clips what comes of them.
+        exchange: adds up the ranks' gradients after the backward pass; None where they are averaged
+            in it, or by the optimizer.
     """
 
     def __init__(
@@ -62,10 +64,11 @@ class TrainStep:
         forward: nn.Module | None = None,
         stream: torch.cuda.Stream | None = None,
         optimizer_clips: bool = False,
+        exchange: GradientSum | None = None,
     ):
         self.model, self.optimizer, self.ranks = model, optimizer, ranks or Ranks()
         self.forward = model if forward is None else forward
-        self.stream, self.optimizer_clips = stream, optimizer_clips
+        self.stream, self.optimizer_clips, self.exchange = stream, optimizer_clips, exchange
         self.precision, self.grad_clip, self.accumulate = precision, grad_clip, accumulate
         self.device = next(model.parameters()).device
         self.scaler = LossScaler(self.device) if precision == "fp16" else None
@@ -106,10 +109,13 @@ class TrainStep:
                 ).loss
                 loss = loss * part.share
                 losses.append(loss.detach())
-                # Ranks average their gradients, and the batch's is their sum.
-                loss = loss * self.ranks.world
+                if self.exchange is None:
+                    # Ranks average their gradients, and the batch's is their sum.
+                    loss = loss * self.ranks.world
             with self._exchange(last), record_function("backward"):
                 (loss if self.scaler is None else self.scaler.scaled(loss)).backward()
+                if last and self.exchange is not None:
+                    self.exchange()
         if not self.optimizer_clips:
             with record_function("clipping"):
                 norm = self._clip()

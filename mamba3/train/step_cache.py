@@ -57,12 +57,15 @@ class CachedStep:
         recorders = RECORDERS if records else {}
         self._record, pool = recorders.get(step.device.type, (None, None))
         self._pool = pool() if pool else None
-        self._warm_up = WARM_UP if step.ranks.world == 1 else RANKS_WARM_UP
         self._seen: OrderedDict[tuple, int] = OrderedDict()
         self._recorded: OrderedDict[tuple, Recording] = OrderedDict()
         ddp = isinstance(step.forward, DistributedDataParallel)
-        if step.ranks.world > 1 and not ddp and self._record is not None:
-            self._give_up("what ranks exchange depends on the host (step.parallel=ddp does not)")
+        self._warm_up = RANKS_WARM_UP if ddp else WARM_UP
+        alone = step.ranks.world == 1 or ddp or step.exchange is not None
+        if not alone and self._record is not None:
+            self._give_up(
+                "what ranks exchange depends on the host (step.parallel=ddp or allreduce does not)"
+            )
 
     @property
     def recordings(self) -> int:

@@ -47,7 +47,7 @@ def assert_near(out, whole, read_metrics):
         assert (weight - others[name]).norm() < 10 * TOLERANCE * others[name].norm(), name
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "sharded"])
+@pytest.mark.parametrize("parallel", ["ddp", "allreduce", "fsdp", "sharded"])
 def test_ranks_share_a_run(make_recipe, tmp_path, read_metrics, parallel):
     """7 rows in 2 parts on 2 ranks; then half of them, resumed by one process."""
     changes = {

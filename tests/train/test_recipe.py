@@ -77,6 +77,8 @@ def test_yaml_round_trip(tmp_path):
         ("step.precision=fp8", r"precision must be one of float32, bf16, fp16, bf16-weights, got"),
         ("step.recompute=some", r"recompute must be one of none, full, selective, got 'some'"),
         ("step.accumulate=0", r"accumulate must be at least 1, got 0"),
+        ("step.parallel=dp", r"parallel must be one of ddp, allreduce, fsdp, sharded, got 'dp'"),
+        ("step.exchange=bf16", r"exchange=bf16 is for parallel allreduce, got ddp"),
         ("optim.name=muon", r"name must be one of adamw, hybrid, anvil, got 'muon'"),
         (
             "optim.preset=newton",
