@@ -98,7 +98,8 @@ def test_10_and_10_steps_of_adapters_are_20(make_recipe, rows, tmp_path, read_me
 
 
 def test_what_does_not_go_together_is_said(make_recipe, monkeypatch):
-    with pytest.raises(ValueError, match=r"lora_rank needs step\.parallel ddp or allreduce, got fsdp"):
+    message = r"lora_rank needs step\.parallel ddp or allreduce, got fsdp"
+    with pytest.raises(ValueError, match=message):
         make_recipe({"train.lora_rank": 2, "step.parallel": "fsdp"})
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(RuntimeError, match=r"need peft, which is not installed .*mamba3\[lora\]"):
