@@ -58,6 +58,7 @@ from mamba3.train.step_cache import RANKS_WARM_UP, WARM_UP, CachedStep
 ALONE = {"one adamw": TOGETHER["ddp, recorded"], "one hybrid": TOGETHER["ddp, recorded, hybrid"]}
 SHARED = {
     "ddp adamw": TOGETHER["ddp, recorded"],
+    "allreduce adamw": TOGETHER["allreduce in bf16"],
     "fsdp adamw": TOGETHER["fsdp"],
     "ddp hybrid": TOGETHER["ddp, recorded, hybrid"],
     "sharded hybrid": TOGETHER["sharded, hybrid"],

@@ -13,7 +13,7 @@ from torch import multiprocessing
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 WORLD = 2
-MODES = ["ddp adamw", "fsdp adamw", "ddp hybrid", "sharded hybrid"]
+MODES = ["ddp adamw", "allreduce adamw", "fsdp adamw", "ddp hybrid", "sharded hybrid"]
 QUICK = ["--quick", "--form", "siso"]
 
 
