@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import warnings
 from importlib import metadata
@@ -67,16 +68,29 @@ def main(argv: list[str] | None = None) -> int:
         warnings.showwarning = _show_warning
         try:
             args.run(args)
+            sys.stdout.flush()
         except KeyboardInterrupt:
             print("mamba3: interrupted", file=sys.stderr)
             return 130
         # What the library raises for its users; other errors are faults and keep their traceback.
         except (ValueError, TypeError, OSError, RuntimeError) as error:
+            if isinstance(error, BrokenPipeError) and _nobody_reads():
+                return 141
             if args.debug:
                 raise
             print(f"mamba3: error: {' '.join(str(error).split())}", file=sys.stderr)
             return 2
     return 0
+
+
+def _nobody_reads() -> bool:
+    """Whether standard output has been closed, as by `mamba3 list | head`; the rest goes nowhere."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -344,6 +344,16 @@ def test_unknown_command(capsys):
     assert "quickstart" in capsys.readouterr().err
 
 
+def test_a_reader_that_has_seen_enough():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mamba3", "list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.close()
+    assert process.wait(timeout=60) == 141
+    assert process.stderr.read() == b""
+    process.stderr.close()
+
+
 def test_ctrl_c(tmp_path):
     """Interrupts a run: it saves its state, the exit code says so, and it can be resumed."""
     out = tmp_path / "run"
