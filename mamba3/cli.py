@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import select
 import sys
 import warnings
 from importlib import metadata
@@ -59,8 +60,9 @@ def main(argv: list[str] | None = None) -> int:
         argv: arguments after the program's name; None takes those of the process.
 
     Returns:
-        The exit code: 0, 2 after an error, 130 after Ctrl-C, and 128 + the signal's number after
-        training that a signal stopped, with its state saved: 130 or 143.
+        The exit code: 0, 2 after an error, 130 after Ctrl-C, 141 if nobody reads the output, and
+        128 + the signal's number after training that a signal stopped, with its state saved: 130 or
+        143.
     """
     args = build_parser().parse_args(argv)
     logging.basicConfig(format="mamba3: %(message)s")
@@ -84,13 +86,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _nobody_reads() -> bool:
-    """Whether standard output has been closed, as by `mamba3 list | head`; the rest goes nowhere."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    """Whether standard output was closed, as by `mamba3 list | head`; the rest goes nowhere."""
+    if not hasattr(select, "poll"):
+        return False
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,6 +1,7 @@
 """The command line against the library that it calls."""
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -345,13 +346,12 @@ def test_unknown_command(capsys):
 
 
 def test_a_reader_that_has_seen_enough():
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mamba3", "list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    process.stdout.close()
-    assert process.wait(timeout=60) == 141
-    assert process.stderr.read() == b""
-    process.stderr.close()
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "mamba3", "list"]
+    with open(writing, "wb") as closed:
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, timeout=60)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_ctrl_c(tmp_path):
