@@ -66,6 +66,7 @@ def made(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_every_mode_is_measured_at_both_scalings(made):
     results = json.loads((made / "2.json").read_text())
     assert (results["gpus"], results["quick"]) == (WORLD, True)
@@ -84,6 +85,7 @@ def test_every_mode_is_measured_at_both_scalings(made):
     assert log.count("| SISO |") == len(rows)
 
 
+@pytest.mark.slow
 def test_checkpoints_resume_on_one_rank(made, script, capsys, monkeypatch):
     command = [*QUICK, "--read", made / "saved"]
     script.go(*command)
