@@ -32,7 +32,6 @@ import json
 import logging
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -41,8 +40,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from bench_ranks import overlap
-from bench_training import COMMON, FORMS, TIMED, TOGETHER, show
-from torch.profiler import ProfilerActivity, profile
+from bench_training import COMMON, FORMS, TIMED, TOGETHER, show, trace_events
 
 from mamba3 import Mamba3Config, Mamba3LM
 from mamba3.cuda_graph import record
@@ -242,13 +240,7 @@ class Run:
         if self.setting.ranks.world == 1 or self.step.device.type != "cuda":
             return None, None
         steps = 3
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            for _ in range(steps):
-                self._next()
-            self._wait()
-        with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            seen.export_chrome_trace(file.name)
-            nccl, hidden = overlap(json.loads(Path(file.name).read_text())["traceEvents"])
+        nccl, hidden = overlap(trace_events(lambda: [self._next() for _ in range(steps)]))
         return nccl / steps, hidden
 
     def _next(self):

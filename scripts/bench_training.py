@@ -27,7 +27,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -265,13 +265,17 @@ def backward_time() -> Iterator[list[float]]:
 
 def busy(make) -> float:
     """Share of a few steps, one behind the other, in which a kernel runs."""
+    return busy_share(trace_events(lambda: [make(index) for index in range(3)]))
+
+
+def trace_events(work: Callable) -> list[dict]:
+    """The events of a trace of what the GPU does."""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for index in range(3):
-            make(index)
+        work()
         torch.cuda.synchronize()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         seen.export_chrome_trace(file.name)
-        return busy_share(json.load(open(file.name))["traceEvents"])
+        return json.loads(Path(file.name).read_text())["traceEvents"]
 
 
 def data_waits(args) -> None:

@@ -50,6 +50,7 @@ from mamba3.data.arithmetic_forms import Form, answer_from_model, prompt_from_mo
 from mamba3.data.arithmetic_options import STAGES, ProblemOptions
 from mamba3.data.arithmetic_tasks import MAX_DIGITS, TASKS, Drawn, Task, fact_table
 from mamba3.data.characters import BOS, EOS, characters, constant, hash_shares, squeezed, texts
+from mamba3.data.groups import together
 from mamba3.data.problems import BLANK, Batch, Problem, collate
 from mamba3.data.tokenizer import CharTokenizer, Tokenizer
 from mamba3.models.lm import IGNORE
@@ -63,9 +64,9 @@ SKILL_FILE = Path(__file__).parent / "assets" / "sort_digits.jsonl"
 CHANCE = {task.name: task.chance for task in TASKS.values() if task.chance is not None}
 # Problems of stage 3 that are trained on.
 FIXED = 10_000
-# Problems that are drawn at once where batches are smaller, and batches at most: to begin with an
-# array takes numpy as long as to go through hundreds of rows, and so it is with queues and copies.
-_AT_ONCE, _BATCHES_AT_ONCE = 8192, 32
+# Problems that are drawn at once where batches are smaller: to begin with an array takes numpy as
+# long as to go through hundreds of rows, and so it is with queues and copies.
+_AT_ONCE = 8192
 # Draws of held-out problems; tasks that have too few give fewer.
 _TRIES = 30
 _NO_SIZES = np.zeros(0, np.intp)
@@ -201,7 +202,7 @@ class CurriculumStream:
         self.tasks, self.shares = options.tasks_of(stages), options.probabilities(stages)
         self.tokenizer, self.batch_size, self.seed = tokenizer, batch_size, seed
         self.options = options
-        self.batches_at_once = max(1, min(_BATCHES_AT_ONCE, _AT_ONCE // batch_size))
+        self.batches_at_once = together(batch_size, _AT_ONCE)
         self._made: _Block | None = None
 
     def __getstate__(self) -> dict:
@@ -264,9 +265,10 @@ class CurriculumStream:
             least, most = self.options.sizes(task, batch)
             sizes = rng.integers(least, most + 1, count)
             parts.append(_draw_for_training(task, rng, count, form, sizes))
+        widths = self._widths(batch)
         natural, prompts, answers = (
-            _stacked([part[i] for part in parts], max(widths))
-            for i, widths in enumerate(list(zip(*self._widths(batch), strict=True))[:3])
+            _stacked([part[i] for part in parts], max(width[i] for width in widths))
+            for i in range(3)
         )
         running = None
         if self.options.state_labels == "running":
@@ -313,24 +315,28 @@ def _encoded(
     _, prompts, answers, running = problems
     n = len(prompts)
     first, last = np.full((n, 1), BOS, np.uint8), np.full((n, 1), EOS, np.uint8)
-    blanks = prompts == ord(BLANK)
+    blanks, written = prompts == ord(BLANK), None
     if blanks.any():
         prompts, answers = _filled(prompts, answers, blanks)
+        written = blanks * prompts
     rows = np.hstack([first, prompts, constant(PROMPT_SUFFIX, n), answers, last])
     chars, table = squeezed(rows, width), _id_table(tokenizer)
     ids, at = table.take(chars), np.arange(width, dtype=np.int16)
     ends = np.count_nonzero(prompts, axis=1).astype(np.int16)[:, None] + np.int16(2)
     labels = np.where((at >= ends) & (chars != 0), ids, np.int32(IGNORE))
-    if blanks.any():
-        written = np.zeros_like(rows)
-        written[:, 1 : blanks.shape[1] + 1] = blanks * prompts
-        np.copyto(labels, ids, where=squeezed(written, width, by=rows) != 0)
+    if written is not None:
+        np.copyto(labels, ids, where=_placed(written, rows, width) != 0)
     if running is not None:
-        values = np.zeros_like(rows)
-        values[:, 1 : running.shape[1] + 1] = running
-        values = squeezed(values, width, by=rows)[:, :-1]
+        values = _placed(running, rows, width)[:, :-1]
         np.copyto(labels[:, 1:], table.take(values), where=values != 0)
     return ids, labels
+
+
+def _placed(values: np.ndarray, rows: np.ndarray, width: int) -> np.ndarray:
+    """What belongs to the characters of prompts, where these are in rows without gaps."""
+    beside = np.zeros_like(rows)
+    beside[:, 1 : values.shape[1] + 1] = values
+    return squeezed(beside, width, by=rows)
 
 
 def _filled(prompts: np.ndarray, answers: np.ndarray, blanks: np.ndarray) -> tuple:

@@ -12,6 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# Batches of a group, at most.
+MOST = 32
+
+
+def together(size: int, wanted: int) -> int:
+    """How many batches of a size a stream makes at once, for so many things in all."""
+    return max(1, min(MOST, wanted // size))
+
 
 class Failure(NamedTuple):
     """Why there is no batch, as text, since not every exception can be sent."""

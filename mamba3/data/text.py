@@ -20,6 +20,7 @@ import torch
 from tqdm import tqdm
 
 from mamba3.atomic import replace_file, replace_text
+from mamba3.data.groups import together
 from mamba3.data.problems import Batch
 from mamba3.data.shuffle import Shuffled
 from mamba3.data.sources import Text
@@ -269,7 +270,7 @@ class TokenStream:
                 "cannot be held out: take fewer, or shorter ones"
             )
         self.length, self.batch_size = length, batch_size
-        self.batches_at_once = min(32, max(1, _AT_ONCE // (length * batch_size)))
+        self.batches_at_once = together(length * batch_size, _AT_ONCE)
         self._order = Shuffled(windows - hold_out, seed)
 
     def __call__(self, index: int) -> Batch:

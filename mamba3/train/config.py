@@ -28,7 +28,9 @@ from mamba3.train.recipe_fields import check_at_least, check_one_of, coerce_fiel
 
 RECOMPUTE = ("none", "full", "selective")
 NONFINITE = ("stop", "skip")
-PARALLEL = ("ddp", "allreduce", "fsdp", "sharded")
+# Of these, every rank has all weights, gradients and optimizer state.
+WHOLE = ("ddp", "allreduce")
+PARALLEL = (*WHOLE, "fsdp", "sharded")
 EXCHANGES = ("float32", "bf16")
 OPTIMIZERS = {"adamw": "AdamW", "hybrid": "Muon and AdamW", "anvil": "ANVIL and AdamW"}
 
@@ -218,9 +220,10 @@ class Recipe:
     def __post_init__(self):
         if self.model is None and self.train.init_from is None:
             raise ValueError("the recipe has neither a group 'model' nor train.init_from")
-        if self.train.lora_rank and self.step.parallel not in ("ddp", "allreduce"):
+        if self.train.lora_rank and self.step.parallel not in WHOLE:
             raise ValueError(
-                f"train.lora_rank needs step.parallel ddp or allreduce, got {self.step.parallel}"
+                f"train.lora_rank needs step.parallel {' or '.join(WHOLE)}, got "
+                f"{self.step.parallel}"
             )
 
     @classmethod

@@ -15,7 +15,7 @@ from mamba3 import hub, zoo
 from mamba3.config import Mamba3Config
 from mamba3.data.problems import Batch
 from mamba3.models.lm import Mamba3LM
-from mamba3.train.config import OptimRecipe, Recipe, StepRecipe
+from mamba3.train.config import WHOLE, OptimRecipe, Recipe, StepRecipe
 from mamba3.train.loop import make_step
 from mamba3.train.rehearsal import CUBLAS_BYTES, Account, Storage, rehearse
 from mamba3.train.step_cache import CachedStep
@@ -118,7 +118,7 @@ def estimate_step(
     """
     if rows < world:
         raise ValueError(f"{rows} rows cannot be shared by {world} ranks")
-    if world > 1 and how.parallel not in ("ddp", "allreduce"):
+    if world > 1 and how.parallel not in WHOLE:
         raise ValueError(
             f"there is no estimate for step.parallel={how.parallel} on {world} ranks; that for "
             "ddp, which spreads nothing, is more"

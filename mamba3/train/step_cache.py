@@ -61,8 +61,8 @@ class CachedStep:
         self._recorded: OrderedDict[tuple, Recording] = OrderedDict()
         ddp = isinstance(step.forward, DistributedDataParallel)
         self._warm_up = RANKS_WARM_UP if ddp else WARM_UP
-        alone = step.ranks.world == 1 or ddp or step.exchange is not None
-        if not alone and self._record is not None:
+        recordable = step.ranks.world == 1 or ddp or step.exchange is not None
+        if not recordable and self._record is not None:
             self._give_up(
                 "what ranks exchange depends on the host (step.parallel=ddp or allreduce does not)"
             )

@@ -10,12 +10,11 @@ import sys
 import numpy as np
 import pytest
 import torch
+from number_forms import FORMS
 
 from mamba3.data import arithmetic
 from mamba3.data.arithmetic import CurriculumStream, eval_problems, is_held_out, training_set
 from mamba3.data.arithmetic_forms import (
-    ANSWER_ORDERS,
-    OPERANDS,
     Form,
     answer_from_model,
     natural,
@@ -28,12 +27,6 @@ from mamba3.data.characters import texts
 from mamba3.data.problems import Problem, collate
 from mamba3.models.lm import IGNORE
 
-FORMS = [
-    Form(answer_order=order, operands=layout)
-    for order in ANSWER_ORDERS
-    for layout in OPERANDS
-    if (order, layout) != ("msd_first", "columns")
-]
 EVERY = list(arithmetic.STAGES)
 
 

@@ -4,12 +4,11 @@ import random
 import re
 
 import pytest
+from number_forms import FORMS
 
 from mamba3.data import arithmetic
 from mamba3.data.arithmetic import CurriculumStream
 from mamba3.data.arithmetic_forms import (
-    ANSWER_ORDERS,
-    OPERANDS,
     Form,
     answer_from_model,
     answer_to_model,
@@ -20,13 +19,6 @@ from mamba3.data.arithmetic_forms import (
 )
 from mamba3.data.arithmetic_options import ProblemOptions
 from mamba3.data.problems import BLANK
-
-FORMS = [
-    Form(answer_order=order, operands=layout)
-    for order in ANSWER_ORDERS
-    for layout in OPERANDS
-    if (order, layout) != ("msd_first", "columns")
-]
 
 
 def form(order="lsd_first", operands="interleaved"):
