@@ -2,7 +2,7 @@
 
 import sys
 
-from mamba3.cli import main
+from mamba3.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from compare import TOLERANCE, assert_close, randomise
-from torch import multiprocessing
+from ranks import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from mamba3 import Mamba3Config, Mamba3LM, ops
@@ -50,7 +50,7 @@ def work(rank, folder, dtypes):
 
 
 def test_gradients_equal_one_process(tmp_path):
-    multiprocessing.spawn(work, (str(tmp_path), DTYPES), nprocs=WORLD)
+    spawn(work, (str(tmp_path), DTYPES), WORLD)
     for rank in range(WORLD):
         found = torch.load(tmp_path / f"{rank}.pt")
         assert set(found) == {*DTYPES, "compiled"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import multiprocessing
+from ranks import spawn
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 WORLD = 2
@@ -62,7 +62,7 @@ def made(tmp_path_factory):
         [*QUICK, "--write", folder / "saved"],
     ]
     commands = [(free_port(), arguments) for arguments in commands]
-    multiprocessing.spawn(rank_of, (commands,), nprocs=WORLD)
+    spawn(rank_of, (commands,), WORLD)
     return folder
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import TOLERANCE, assert_close, randomise
-from torch import multiprocessing, nn
+from ranks import spawn
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -403,7 +404,7 @@ def work(rank, folder, names):
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_ranks(name, tmp_path):
-    multiprocessing.spawn(work, (tmp_path, [name]), nprocs=WORLD)
+    spawn(work, (tmp_path, [name]), WORLD)
     if check_state in CHECKS[name]:
         model = Net()
         options = {**OPTIONS["anvil"], "adam_every": 2}

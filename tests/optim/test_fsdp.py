@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from compare import assert_close, randomise
-from torch import multiprocessing, nn
+from ranks import spawn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -294,7 +295,7 @@ def check_placements(mesh):
 def folder(tmp_path_factory):
     """Where two processes saved every case, having trained it."""
     path = tmp_path_factory.mktemp("fsdp")
-    multiprocessing.spawn(two, (2, str(path)), nprocs=2)
+    spawn(two, (2, str(path)), 2)
     return path
 
 
@@ -310,7 +311,7 @@ def test_two_processes_equal_one_which_goes_on_from_them(case, folder):
 
 
 def test_three_processes_go_on_from_two(folder):
-    multiprocessing.spawn(three, (3, str(folder)), nprocs=3)
+    spawn(three, (3, str(folder)), 3)
 
 
 @pytest.mark.parametrize("case", CASES)

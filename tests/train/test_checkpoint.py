@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from compare import DEVICE, assert_same, randomise
-from torch import multiprocessing
+from ranks import spawn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -481,7 +481,7 @@ def test_ranks_share_states_with_one_process(tmp_path):
     for precision in ("float32", "bf16-weights"):
         step = trained(device="cpu", precision=precision)
         Checkpoints(tmp_path / f"alone-{precision}", background=False).save(step, step=6, **STATE)
-    multiprocessing.spawn(work, (tmp_path,), nprocs=2)
+    spawn(work, (tmp_path,), 2)
     for name, precision, options in SPREAD:
         expected = Checkpoints(tmp_path / f"alone-{precision}").load()
         checkpoints = Checkpoints(tmp_path / f"{name}-{precision}")

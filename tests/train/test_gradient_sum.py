@@ -2,7 +2,8 @@
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing, nn
+from ranks import spawn
+from torch import nn
 
 from mamba3.train.parallel import GradientSum, Ranks, summing
 
@@ -46,7 +47,7 @@ def work(rank, folder):
 
 
 def test_gradients_are_the_sum_on_all_ranks(tmp_path):
-    multiprocessing.spawn(work, (str(tmp_path),), nprocs=WORLD)
+    spawn(work, (str(tmp_path),), WORLD)
     pairs = zip(*(parameters(rank) for rank in range(WORLD)), strict=True)
     exact = [None if a.grad is None else a.grad + b.grad for a, b in pairs]
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(WORLD)]

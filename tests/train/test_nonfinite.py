@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import DEVICE, randomise
-from torch import multiprocessing
+from ranks import spawn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.modules import module
 from torch.nn.parallel import DistributedDataParallel
@@ -266,4 +266,4 @@ def spread_weights(rank, folder):
 
 
 def test_spread_weights(tmp_path):
-    multiprocessing.spawn(spread_weights, (str(tmp_path),), nprocs=2)
+    spawn(spread_weights, (str(tmp_path),), 2)

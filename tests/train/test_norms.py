@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import DEVICE, randomise
-from torch import multiprocessing
+from ranks import spawn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -196,4 +196,4 @@ def on_two_ranks(rank, folder):
 
 
 def test_spread_parameters(tmp_path):
-    multiprocessing.spawn(on_two_ranks, (str(tmp_path),), nprocs=2)
+    spawn(on_two_ranks, (str(tmp_path),), 2)

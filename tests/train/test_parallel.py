@@ -1,5 +1,6 @@
 """Runs under torchrun against the run of one process."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -89,9 +90,9 @@ def test_a_rank_that_dies_ends_the_run(make_recipe, tmp_path, read_metrics):
     recipe, path, out = make_recipe(), tmp_path / "recipe.yaml", tmp_path / "out"
     path.write_text(recipe.to_yaml())
     (tmp_path / "dies.py").write_text(f"""
-import os, signal
+import os, signal, sys
 import torch
-from mamba3.cli import main
+from mamba3.cli import program
 from mamba3.train import loop
 
 def learning_rate(index, optim, original=loop.learning_rate):
@@ -101,8 +102,9 @@ def learning_rate(index, optim, original=loop.learning_rate):
 
 torch.set_num_threads(1)
 loop.learning_rate = learning_rate
-raise SystemExit(main(["train", {str(path)!r}, "--out", {str(out)!r},
-    "--set", "train.device={device_of(2)}"]))
+sys.argv[1:] = ["train", {str(path)!r}, "--out", {str(out)!r}]
+sys.argv += ["--set", "train.device={device_of(2)}"]
+raise SystemExit(program())
 """)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     began = time.monotonic()
@@ -115,6 +117,35 @@ raise SystemExit(main(["train", {str(path)!r}, "--out", {str(out)!r},
     train(recipe, tmp_path / "whole", progress=False)
     train(recipe, out, resume=True, progress=False)
     assert_near(out, tmp_path / "whole", read_metrics)
+
+
+@pytest.mark.parametrize("outcome", ["return 3", "raise SystemExit(3)", "raise LookupError"])
+def test_a_rank_leaves_before_python_is_torn_down(outcome):
+    """Which can abort it; a process alone goes the usual way."""
+    code = f"""
+import atexit, sys
+from mamba3 import cli
+
+class Late:
+    def __del__(self):
+        print("torn down")
+
+def main():
+    atexit.register(print, "done at exit")
+    print("done", end=" ")
+    {outcome}
+
+late, cli.main = Late(), main
+sys.exit(cli.program())
+"""
+    wanted, end = 1 if "Error" in outcome else 3, "done done at exit\n"
+    for ranks, printed in {1: end + "torn down\n", 2: end}.items():
+        environment = {**os.environ, "WORLD_SIZE": str(ranks)}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout) == (wanted, printed)
+        assert ("LookupError" in done.stderr) == ("Error" in outcome)
 
 
 def test_a_batch_that_is_too_small_is_an_error(make_recipe, tmp_path):
