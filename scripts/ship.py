@@ -117,7 +117,7 @@ def measured(args: argparse.Namespace, skill: Skill, device: str) -> dict[str, A
         "description": args.description or described(data),
         "stages": data.stages,
         "tasks": [task.name for task in data.problems.tasks_of(data.stages)],
-        "form": f"answers {data.answer_order}, operands {data.operands}",
+        "form": str(data.problems.form),
         "command": f"mamba3 eval {args.name} --full",
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name() if on_gpu else "CPU",
@@ -131,7 +131,8 @@ def described(data) -> str:
     """One line of what a model does."""
     last = max(data.stages)
     tasks = [task.name for task in data.problems.tasks_of([last])]
-    known = {"modular": "sums and products modulo 5", "brackets": "the same with brackets"}
+    modulo = "sums, differences and products modulo 5"
+    known = {"modular": modulo, "brackets": f"{modulo} in brackets"}
     named = ", ".join(known.get(task, task) for task in tasks)
     return SKILLS[last][0].format(digits=data.digits, tasks=named)
 

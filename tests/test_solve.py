@@ -87,6 +87,26 @@ def test_blanks_are_a_part_of_the_answer(monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().out == "-777\n7\n"
 
 
+def test_brackets_are_worked_out_on_the_way(monkeypatch, tmp_path, capsys):
+    folder = save(tmp_path / "nested", "{stages: [6], tasks: [brackets], brackets: working}")
+    two, four = arithmetic.tokenizer().encode("24")
+
+    def fill(model, rows, blanks, batch_size):
+        assert blanks == [[], [8, 12]]
+        return [rows[0], [{8: two, 12: four}.get(i, t) for i, t in enumerate(rows[1])]]
+
+    def completions(model, tokenizer, prompts, **options):
+        assert [tokenizer.decode(ids) for ids in prompts] == ["%-1=", "%((3+4)2*2)4="]
+        return [Completion("4", "eos", [four])] * 2
+
+    monkeypatch.setattr(solving, "fill", fill)
+    monkeypatch.setattr(solving, "completions", completions)
+    assert main(["solve", "--model", folder, "((3+4)*2) % 5", "%-1"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "4\n4\n"
+    assert "2 symbols, trained on 3 to 40" in printed.err
+
+
 def test_json_has_the_working(oracle, skills, capsys):
     assert main(["solve", "--model", str(skills[1].folder), "--json", "47*36"]) == 0
     assert json.loads(capsys.readouterr().out) == {

@@ -18,10 +18,15 @@ With columns, an answer has zeros in front up to the number of columns (978-945 
 does not go into blanks, a last carry or a sign, comes after the prompt. What a model has to keep in
 mind is then the same at every length: the carry, and which number is the larger one so far.
 
+    brackets       %((3+4)*2) reads
+    plain          %((3+4)*2)
+    working        %((3+4)_*2)_    the model writes what a pair of brackets holds into the blank
+                                   after it, 24, and the whole value once more after the prompt
+
 Products are not interleaved but reversed; with columns, 978*5 is *85_75_95_, the single digit in
 every column, and longer ones are reversed. Working that is written out (282+1410=1692) has each of
 its numbers in that order. What is not made of numbers with + - * between them, as `c1203` or
-`120?45`, is the same in all forms.
+`120?45`, is the same in all forms, but for brackets.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ from mamba3.data.problems import BLANK
 
 ANSWER_ORDERS = ("msd_first", "lsd_first")
 OPERANDS = ("plain", "reversed", "interleaved", "columns")
+BRACKETS = ("plain", "working")
 
 _NUMBERS = re.compile(r"\d+(?:[+\-*]\d+)+")
 _COLUMNS = re.compile(rf"([+\-]+|\*)(?:\d+,)?([\d{BLANK}]+)")
@@ -46,13 +52,20 @@ class Form:
     Args:
         answer_order: one of `ANSWER_ORDERS`.
         operands: one of `OPERANDS`; "columns" needs lsd_first.
+        brackets: one of `BRACKETS`.
     """
 
     answer_order: str = "msd_first"
     operands: str = "plain"
+    brackets: str = "plain"
 
     def __post_init__(self):
-        for name, known in (("answer_order", ANSWER_ORDERS), ("operands", OPERANDS)):
+        known_values = {
+            "answer_order": ANSWER_ORDERS,
+            "operands": OPERANDS,
+            "brackets": BRACKETS,
+        }
+        for name, known in known_values.items():
             if getattr(self, name) not in known:
                 raise ValueError(
                     f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
@@ -63,12 +76,21 @@ class Form:
                 f"lsd_first, got {self.answer_order}"
             )
 
+    def __str__(self) -> str:
+        """As a model card tells it."""
+        told = f"answers {self.answer_order}, operands {self.operands}"
+        return told if self.brackets == "plain" else f"{told}, brackets with {self.brackets}"
+
     def layout_of(self, operators: str, last: int) -> str:
         """The layout of numbers with these operators between, the last of `last` digits."""
         if "*" not in operators or self.operands == "plain":
             return self.operands
         by_digit = operators == "*" and last == 1 and self.operands == "columns"
         return "columns" if by_digit else "reversed"
+
+    def is_worked(self, prompt: str) -> bool:
+        """Whether a problem in its natural form is one whose brackets have blanks."""
+        return self.brackets == "working" and prompt.startswith("%")
 
     def compares(self, operators: str) -> bool:
         """Whether columns come twice, since the sign of the answer depends on all of them."""
@@ -97,6 +119,8 @@ def natural(text: str) -> str:
 
 def prompt_to_model(prompt: str, form: Form) -> str:
     """A problem in its natural form as a model reads it."""
+    if form.is_worked(prompt):
+        return prompt.replace(")", f"){BLANK}")
     if not _NUMBERS.fullmatch(prompt):
         return prompt
     operators, operands = "".join(re.findall(r"[+\-*]", prompt)), re.findall(r"\d+", prompt)
@@ -117,6 +141,8 @@ def prompt_to_model(prompt: str, form: Form) -> str:
 
 def prompt_from_model(prompt: str, form: Form) -> str:
     """The natural form of what a model reads."""
+    if form.is_worked(prompt):
+        return prompt.replace(BLANK, "")
     by_column = form.operands in ("interleaved", "columns")
     if columns := by_column and _COLUMNS.fullmatch(prompt):
         operators, digits = columns[1], columns[2].replace(BLANK, "")
@@ -130,18 +156,10 @@ def prompt_from_model(prompt: str, form: Form) -> str:
     return _reversed_numbers(prompt)
 
 
-def answer_to_model(prompt: str, answer: str, form: Form) -> str:
-    """The answer to a problem, both in their natural forms, as a model writes it."""
-    if form.answer_order == "msd_first" or not _NUMBERS.fullmatch(prompt):
-        return answer
-    if columns := prompt_to_model(prompt, form).count(BLANK):
-        digits, sign = answer.lstrip("-"), "-" * answer.startswith("-")
-        return digits[::-1].ljust(columns, "0") + sign
-    return re.sub(r"-?\d+", lambda number: number[0][::-1], answer)
-
-
 def answer_from_model(prompt: str, answer: str, form: Form) -> str:
     """The natural form of what a model wrote about a problem, which is in its natural form."""
+    if form.is_worked(prompt):
+        return answer[prompt.count(")") :]
     if form.answer_order == "msd_first" or not _NUMBERS.fullmatch(prompt):
         return answer
     answer = re.sub(r"-?\d+-?", lambda number: number[0][::-1], answer)

@@ -22,8 +22,8 @@ TOO_LONG = ("cut", "drop")
 
 # The keys of the group `data` that a kind of data has besides those of all.
 _PROBLEM_KEYS = {
-    *("stages", "tasks", "shares", "answer_order", "operands", "digits", "symbols"),
-    *("grow_to", "grow_batches", "state_labels"),
+    *("stages", "tasks", "shares", "answer_order", "operands", "brackets", "digits"),
+    *("symbols", "grow_to", "grow_batches", "state_labels"),
 }
 DATA_KEYS = {
     "arithmetic": _PROBLEM_KEYS | {"eval_problems", "eval_digits", "eval_symbols"},
@@ -53,6 +53,7 @@ class DataRecipe:
         answer_order: "msd_first", answers with the most significant digit first, or "lsd_first".
         operands: numbers of stages 2 to 5 are "plain", "reversed", "interleaved" or in "columns"
             (which needs lsd_first), see `mamba3.data.arithmetic_forms`.
+        brackets: expressions in brackets of stage 6 are "plain", or come with "working", see there.
         digits: most digits of numbers of stage 4.
         symbols: most symbols of problems of stage 6.
         grow_to: most symbols from step `grow_batches` on, up to which they grow in a line; None
@@ -89,6 +90,7 @@ class DataRecipe:
     shares: list | None = None
     answer_order: str = "msd_first"
     operands: str = "plain"
+    brackets: str = "plain"
     digits: int = 10
     symbols: int = 40
     grow_to: int | None = None
@@ -128,7 +130,9 @@ class DataRecipe:
     def problems(self) -> ProblemOptions:
         """What is drawn of the stages of the curriculum."""
         return ProblemOptions(
-            form=Form(answer_order=self.answer_order, operands=self.operands),
+            form=Form(
+                answer_order=self.answer_order, operands=self.operands, brackets=self.brackets
+            ),
             tasks=None if self.tasks is None else tuple(self.tasks),
             shares=None if self.shares is None else tuple(self.shares),
             digits=self.digits,

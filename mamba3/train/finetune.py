@@ -22,7 +22,8 @@ from mamba3.train.tasks.rows import ARITHMETIC, PromptRows, share_of
 # Rows to see, in as many passes as that takes, where nobody says how long.
 ROWS_SEEN, MOST_EPOCHS = 10_000, 20
 # Of a recipe's data: which problems of the curriculum, and how they are written.
-PROBLEM_KEYS = ("stages", "tasks", "shares", "answer_order", "operands", "digits", "symbols")
+PROBLEM_KEYS = ("stages", "tasks", "shares", "answer_order", "operands", "brackets", "digits")
+PROBLEM_KEYS += ("symbols",)
 
 
 class FinetuneResult(NamedTuple):

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from number_forms import FORMS
+from number_forms import FORMS, named
 
 from mamba3.data import arithmetic
 from mamba3.data.arithmetic import CurriculumStream, eval_problems, is_held_out, training_set
@@ -78,7 +78,7 @@ def drawn(stages, n=6000, **options):
     return stream_of(stages, batch_size=n, **options).problems(0)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.answer_order}-{form.operands}")
+@pytest.mark.parametrize("form", FORMS, ids=named)
 def test_answers_are_right(form):
     problems = drawn(EVERY, n=20_000, form=form)
     for stage in EVERY:
@@ -122,7 +122,7 @@ def test_no_held_out_problem_is_ever_drawn(stages):
         assert not any(map(is_held_out, prompts))
 
 
-@pytest.mark.parametrize("form", FORMS[1:], ids=lambda form: f"{form.answer_order}-{form.operands}")
+@pytest.mark.parametrize("form", FORMS[1:], ids=named)
 def test_the_split_is_the_same_in_every_form(form):
     prompts = [prompt_from_model(p.prompt, form) for p in drawn([3, 4, 5], form=form)]
     assert not any(map(is_held_out, prompts))
@@ -243,8 +243,8 @@ def test_shares_of_stages_and_chosen_tasks():
 # Batches
 
 
-@pytest.mark.parametrize("form", [FORMS[0], *FORMS[-2:]], ids=["plain", "interleaved", "columns"])
-@pytest.mark.parametrize("stages", [[1], [2, 3], [4], EVERY], ids=str)
+@pytest.mark.parametrize("form", [FORMS[0], *FORMS[-3:]], ids=named)
+@pytest.mark.parametrize("stages", [[1], [2, 3], [4], [6], EVERY], ids=str)
 def test_batches_are_the_problems(stages, form):
     stream = stream_of(stages, batch_size=50, seed=4, form=form)
     lengths = set()

@@ -4,14 +4,13 @@ import random
 import re
 
 import pytest
-from number_forms import FORMS
+from number_forms import FORMS, answer_to_model, named
 
 from mamba3.data import arithmetic
 from mamba3.data.arithmetic import CurriculumStream
 from mamba3.data.arithmetic_forms import (
     Form,
     answer_from_model,
-    answer_to_model,
     natural,
     prompt_from_model,
     prompt_to_model,
@@ -57,6 +56,10 @@ def form(order="lsd_first", operands="interleaved"):
         ("120?45", ">", form(), "120?45", ">"),
         ("%3+4*2", "1", form(), "%3+4*2", "1"),
         ("%((3+4)*2)", "4", form(), "%((3+4)*2)", "4"),
+        ("%((3+4)*2)", "4", Form(brackets="working"), "%((3+4)_*2)_", "244"),
+        ("%(-3)", "2", Form(brackets="working"), "%(-3)_", "22"),
+        ("%-3", "2", Form(brackets="working"), "%-3", "2"),
+        ("978+145", "1123", Form(brackets="working"), "978+145", "1123"),
         ("p0110", "0", form(), "p0110", "0"),
     ],
 )
@@ -67,7 +70,7 @@ def test_by_hand(prompt, answer, form, read, written):
     assert answer_from_model(prompt, written, form) == answer
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.answer_order}-{form.operands}")
+@pytest.mark.parametrize("form", FORMS, ids=named)
 def test_round_trips(form):
     rng = random.Random(0)
     for _ in range(2000):
@@ -89,7 +92,7 @@ def test_round_trips(form):
             assert read.count(BLANK) == max(map(len, re.findall(r"\d+", prompt)))
 
 
-@pytest.mark.parametrize("form", FORMS[1:], ids=lambda form: f"{form.answer_order}-{form.operands}")
+@pytest.mark.parametrize("form", FORMS[1:], ids=named)
 def test_drawn_problems_have_the_form_of_texts(form):
     """The same problems, laid out as matrices while drawn, and as texts afterwards."""
     plain, other = (
@@ -141,7 +144,9 @@ def test_a_wrong_sign_stays_wrong():
     assert answer_from_model("1-2", "-1", form()) == "1-"
 
 
-@pytest.mark.parametrize("values", [{"answer_order": "up"}, {"operands": "mixed"}])
+@pytest.mark.parametrize(
+    "values", [{"answer_order": "up"}, {"operands": "mixed"}, {"brackets": "round"}]
+)
 def test_forms_that_do_not_exist(values):
     with pytest.raises(ValueError, match="must be one of"):
         Form(**values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mamba3.data import arithmetic
-from mamba3.data.arithmetic_forms import prompt_from_model, prompt_to_model
+from mamba3.data.arithmetic_forms import Form, prompt_from_model, prompt_to_model
 from mamba3.data.arithmetic_tasks import TASKS
 from mamba3.data.problems import BLANK
 from mamba3.eval.skill import measure_problems
@@ -44,10 +44,8 @@ class Curriculum:
     def _what(self) -> str:
         data = self.recipe.data
         tasks = f" ({', '.join(data.tasks)})" if data.tasks else ""
-        form = ""
-        if (data.answer_order, data.operands) != ("msd_first", "plain"):
-            form = f", answers {data.answer_order} and operands {data.operands},"
-        return f"stages {data.stages}{tasks}{form}"
+        form = data.problems.form
+        return f"stages {data.stages}{tasks}{'' if form == Form() else f', {form},'}"
 
     def _example(self) -> str:
         data = self.recipe.data
