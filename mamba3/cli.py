@@ -6,8 +6,6 @@ What each command takes and does is in `mamba3.commands`.
 from __future__ import annotations
 
 import argparse
-import atexit
-import contextlib
 import logging
 import os
 import select
@@ -34,6 +32,7 @@ from mamba3.commands import (
     tokenize,
     train,
 )
+from mamba3.leave import leave_after
 
 COMMANDS = (
     quickstart,
@@ -88,28 +87,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def program() -> int:
-    """What the program `mamba3` runs: `main`, for the arguments of the process.
-
-    One of several ranks does not come back, but leaves the process. Threads of gloo can still hold
-    tensors then, and one that lets go of a tensor while Python is torn down aborts the process: a
-    run that ended well would end in SIGABRT (pytorch/pytorch#190489).
-    """
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:  # which torchrun sets
-        return main()
-    code = 1  # after an error that keeps its traceback
-
-    def leave() -> None:
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
-
-    atexit.register(leave)  # before all else is, and so done after all else
-    try:
-        code = main()
-    except SystemExit as left:
-        code = left.code
-    return code
+    """What the program `mamba3` runs: `main`, for the arguments of the process."""
+    return leave_after(main)
 
 
 def _nobody_reads() -> bool:

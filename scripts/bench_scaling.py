@@ -32,6 +32,7 @@ import json
 import logging
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -45,6 +46,7 @@ from bench_training import COMMON, FORMS, TIMED, TOGETHER, show, trace_events
 from mamba3 import Mamba3Config, Mamba3LM
 from mamba3.cuda_graph import record
 from mamba3.data.problems import Batch
+from mamba3.leave import leave_after
 from mamba3.train import memory
 from mamba3.train.checkpoint import Checkpoints
 from mamba3.train.config import OptimRecipe, StepRecipe
@@ -478,4 +480,4 @@ def shown(value: float | None, how: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(leave_after(main))

@@ -12,7 +12,7 @@ def spawn(work, arguments, ranks):
 
 
 def _leave_after(rank, work, arguments):
-    """Work, and leave by `os._exit`, as `mamba3.cli.program` does and for its reason."""
+    """Work, and leave by `os._exit`, as `mamba3.leave` does and for its reason."""
     work(rank, *arguments)
     sys.stdout.flush()
     sys.stderr.flush()
