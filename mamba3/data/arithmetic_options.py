@@ -139,8 +139,10 @@ class ProblemOptions:
         if task.stage == 3:
             return None if _is_without_carry(prompt) else "there is something to carry"
         if task.stage == 6:
+            if task.name == "brackets" and not _is_nested(prompt):
+                return "there is not just a pair of brackets around each operation: %((3+4)*2)"
             length, most = len(prompt) - 1, self.grow_to or self.symbols
-            if LEAST_SYMBOLS <= length <= most and (task.name != "brackets" or _is_nested(prompt)):
+            if LEAST_SYMBOLS <= length <= most:
                 return None
             return f"{length} symbols, trained on {LEAST_SYMBOLS} to {most}"
         most = {4: self.digits, 5: TIMES_DIGITS}.get(task.stage, MAX_DIGITS)
