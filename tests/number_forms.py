@@ -23,7 +23,7 @@ def named(form):
 def answer_to_model(prompt, answer, form):
     """The answer to a problem, both in their natural forms, as a model writes it."""
     if form.brackets == "working" and prompt[0] == "%":
-        return "".join(map(str, held(prompt[1:]))) + answer
+        return "".join(worked(prompt[1:])) + answer
     if form.answer_order == "msd_first" or not re.fullmatch(r"\d+([+\-*]\d+)+", prompt):
         return answer
     if columns := prompt_to_model(prompt, form).count(BLANK):
@@ -32,12 +32,24 @@ def answer_to_model(prompt, answer, form):
     return re.sub(r"-?\d+", lambda number: number[0][::-1], answer)
 
 
-def held(expression):
-    """What each pair of brackets holds, modulo 5, in the order in which they are closed."""
-    opened, values = [], []
+def worked(expression):
+    """What is written after each pair of brackets, in the order in which they are closed."""
+    opened, written = [], []
     for place, character in enumerate(expression):
         if character == "(":
             opened.append(place)
         elif character == ")":
-            values.append(eval(expression[opened.pop() : place + 1]) % 5)
-    return values
+            inside = expression[opened.pop() + 1 : place]
+            left, sign = left_and_sign(inside)
+            written.append(f"{left}{sign}{eval(inside) % 5}")
+    return written
+
+
+def left_and_sign(inside):
+    """The left operand's value and the operator of what one pair of brackets holds, or commas."""
+    depth = 0
+    for place, character in enumerate(inside):
+        depth += (character == "(") - (character == ")")
+        if depth == 0 and character in "+-*" and place > 0:
+            return eval(inside[:place]) % 5, character
+    return ",", ","

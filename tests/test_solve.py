@@ -89,15 +89,16 @@ def test_blanks_are_a_part_of_the_answer(monkeypatch, tmp_path, capsys):
 
 def test_brackets_are_worked_out_on_the_way(monkeypatch, tmp_path, capsys):
     folder = save(tmp_path / "nested", "{stages: [6], tasks: [brackets], brackets: working}")
-    two, four = arithmetic.tokenizer().encode("24")
+    encode = arithmetic.tokenizer().encode
 
     def fill(model, rows, blanks, batch_size):
-        assert blanks == [[], [8, 12]]
-        return [rows[0], [{8: two, 12: four}.get(i, t) for i, t in enumerate(rows[1])]]
+        assert blanks == [[], [8, 9, 10, 14, 15, 16]]
+        written = dict(zip(blanks[1], encode("3+22*4"), strict=True))
+        return [rows[0], [written.get(i, t) for i, t in enumerate(rows[1])]]
 
     def completions(model, tokenizer, prompts, **options):
-        assert [tokenizer.decode(ids) for ids in prompts] == ["%-1=", "%((3+4)2*2)4="]
-        return [Completion("4", "eos", [four])] * 2
+        assert [tokenizer.decode(ids) for ids in prompts] == ["%-1=", "%((3+4)3+2*2)2*4="]
+        return [Completion("4", "eos", encode("4"))] * 2
 
     monkeypatch.setattr(solving, "fill", fill)
     monkeypatch.setattr(solving, "completions", completions)

@@ -20,8 +20,9 @@ mind is then the same at every length: the carry, and which number is the larger
 
     brackets       %((3+4)*2) reads
     plain          %((3+4)*2)
-    working        %((3+4)_*2)_    the model writes what a pair of brackets holds into the blank
-                                   after it, 24, and the whole value once more after the prompt
+    working        %((3+4)___*2)___    after each pair of brackets the model writes its left
+                                       operand, its operator and its value, 3+2 and 2*4 (,,3 after
+                                       (3)), and the whole value once more after the prompt
 
 Products are not interleaved but reversed; with columns, 978*5 is *85_75_95_, the single digit in
 every column, and longer ones are reversed. Working that is written out (282+1410=1692) has each of
@@ -39,6 +40,7 @@ from mamba3.data.problems import BLANK
 ANSWER_ORDERS = ("msd_first", "lsd_first")
 OPERANDS = ("plain", "reversed", "interleaved", "columns")
 BRACKETS = ("plain", "working")
+WORKING = 3  # blanks after a pair of brackets
 
 _NUMBERS = re.compile(r"\d+(?:[+\-*]\d+)+")
 _COLUMNS = re.compile(rf"([+\-]+|\*)(?:\d+,)?([\d{BLANK}]+)")
@@ -120,7 +122,7 @@ def natural(text: str) -> str:
 def prompt_to_model(prompt: str, form: Form) -> str:
     """A problem in its natural form as a model reads it."""
     if form.is_worked(prompt):
-        return prompt.replace(")", f"){BLANK}")
+        return prompt.replace(")", ")" + WORKING * BLANK)
     if not _NUMBERS.fullmatch(prompt):
         return prompt
     operators, operands = "".join(re.findall(r"[+\-*]", prompt)), re.findall(r"\d+", prompt)
@@ -159,7 +161,7 @@ def prompt_from_model(prompt: str, form: Form) -> str:
 def answer_from_model(prompt: str, answer: str, form: Form) -> str:
     """The natural form of what a model wrote about a problem, which is in its natural form."""
     if form.is_worked(prompt):
-        return answer[prompt.count(")") :]
+        return answer[WORKING * prompt.count(")") :]
     if form.answer_order == "msd_first" or not _NUMBERS.fullmatch(prompt):
         return answer
     answer = re.sub(r"-?\d+-?", lambda number: number[0][::-1], answer)

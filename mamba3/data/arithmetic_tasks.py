@@ -15,7 +15,7 @@ import numpy as np
 from numpy.random import Generator
 
 from mamba3.data import state_tasks
-from mamba3.data.arithmetic_forms import Form
+from mamba3.data.arithmetic_forms import WORKING, Form
 from mamba3.data.characters import constant, squeezed
 from mamba3.data.numbers import Numbers, numbers, numbers_of, pairs, places, random_numbers
 from mamba3.data.problems import BLANK
@@ -292,25 +292,19 @@ def _state(
     form: Form,
     sizes: np.ndarray,
 ) -> Drawn:
-    prompts, running, answers, symbols = make(rng, sizes)
-    return Drawn(prompts, prompts, answers[:, None], running, {"symbols": symbols})
-
-
-def _brackets(rng: Generator, n: int, form: Form, sizes: np.ndarray) -> Drawn:
-    """With working, a blank after each closing bracket for the value that `running` has there."""
-    drawn = _state(state_tasks.brackets, rng, n, form, sizes)
-    if form.brackets == "plain":
+    prompts, running, answers, symbols, working = make(rng, sizes)
+    drawn = Drawn(prompts, prompts, answers[:, None], running, {"symbols": symbols})
+    if working is None or form.brackets == "plain":
         return drawn
-    closing = drawn.prompts == ord(")")
-    most = int(sizes.max(initial=1)) // 3  # pairs of brackets, the shortest of which is (d)
-    blanks = closing * np.uint8(ord(BLANK))
-    prompts = np.stack([drawn.prompts, blanks], axis=2).reshape(n, -1)
-    values = squeezed(drawn.running * closing, most)
+    pairs = int(sizes.max(initial=1)) // 3  # of brackets at most: the shortest is (d)
+    blanks, width = WORKING * pairs, prompts.shape[1]
+    blank = (working != 0) * np.uint8(ord(BLANK))
+    prompts = np.concatenate([prompts[:, :, None], blank], axis=2).reshape(n, -1)
     return drawn._replace(
-        prompts=squeezed(prompts, drawn.prompts.shape[1] + most),
-        answers=np.hstack([values, drawn.answers]),
+        prompts=squeezed(prompts, width + blanks),
+        answers=np.hstack([squeezed(working.reshape(n, -1), blanks), drawn.answers]),
         running=None,
-        blanks=most,
+        blanks=blanks,
     )
 
 
@@ -332,6 +326,6 @@ TASKS = {
         Task("product", 5, _partial, 1, r"\d+\+\d+=\d+"),
         Task("parity", 6, partial(_state, state_tasks.parity), answer="[01]", chance=1 / 2),
         Task("modular", 6, partial(_state, state_tasks.modular), answer="[0-4]", chance=1 / 5),
-        Task("brackets", 6, _brackets, answer="[0-4]", chance=1 / 5),
+        Task("brackets", 6, partial(_state, state_tasks.brackets), answer="[0-4]", chance=1 / 5),
     )
 }

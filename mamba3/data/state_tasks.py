@@ -33,12 +33,15 @@ class Tracked(NamedTuple):
     running: the character of the value so far after each of them, 0 where there is none.
     answers: characters (n,).
     symbols: how many symbols each prompt has, its letter left out.
+    working: of brackets, characters (n, width, 3): after each that closes a pair, the left operand
+        and the operator, or two commas where it holds none, and the value; 0 elsewhere.
     """
 
     prompts: np.ndarray
     running: np.ndarray
     answers: np.ndarray
     symbols: np.ndarray
+    working: np.ndarray | None = None
 
 
 def _tracked(letter: str, symbols, running, answers, lengths) -> Tracked:
@@ -103,7 +106,7 @@ def brackets(rng: Generator, lengths: np.ndarray) -> Tracked:
     All expressions of a batch are split level by level; values are put together on the way back.
     """
     n, width = len(lengths), int(lengths.max(initial=1))
-    chars, running = np.zeros((2, n * width), np.uint8)
+    chars, running, lefts, signs = np.zeros((4, n * width), np.uint8)
     at, sizes, levels = np.arange(n) * width, lengths, []
     while len(at):
         inner = np.flatnonzero(sizes > 4)
@@ -115,6 +118,8 @@ def brackets(rng: Generator, lengths: np.ndarray) -> Tracked:
         leaf = np.flatnonzero(sizes <= 4)
         values = np.zeros(len(at), np.int64)
         values[leaf] = _leaves(rng, chars, running, at[leaf], sizes[leaf])
+        alone = (at + sizes - 1)[leaf[sizes[leaf] > 2]]
+        lefts[alone] = signs[alone] = ord(",")
         levels.append((inner, operators, start + size - 1, values))
         at = np.concatenate([start + 1, start + 2 + left])
         sizes = np.concatenate([left, size - left - 3])
@@ -123,9 +128,14 @@ def brackets(rng: Generator, lengths: np.ndarray) -> Tracked:
         a, b = np.split(below, 2)
         values[inner] = np.choose(operators, [a + b, a - b, a * b]) % MODULUS
         running[end] = values[inner] + ZERO
+        lefts[end], signs[end] = a + ZERO, _OPERATORS[operators]
         below = values
     shape = (n, width)
-    return _tracked("%", chars.reshape(shape), running.reshape(shape), below, lengths)
+    tracked = _tracked("%", chars.reshape(shape), running.reshape(shape), below, lengths)
+    working = np.zeros((n, width + 1, 3), np.uint8)
+    written = np.stack([lefts, signs, running * (signs != 0)], axis=1)
+    working[:, 1:] = written.reshape(n, width, 3)
+    return tracked._replace(working=working)
 
 
 def _leaves(rng: Generator, chars, running, at, sizes) -> np.ndarray:
