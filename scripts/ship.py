@@ -131,7 +131,7 @@ def described(data) -> str:
     """One line of what a model does."""
     last = max(data.stages)
     tasks = [task.name for task in data.problems.tasks_of([last])]
-    modulo = "sums, differences and products modulo 5"
+    modulo = "sums and products modulo 5"
     known = {"modular": modulo, "brackets": f"{modulo} in brackets"}
     named = ", ".join(known.get(task, task) for task in tasks)
     return SKILLS[last][0].format(digits=data.digits, tasks=named)

@@ -33,7 +33,7 @@ class ProblemOptions:
             does not grow.
         grow_batches: see there.
         state_labels: what is learnt in stage 6: "answer", or "running", the value so far after
-            each symbol as well.
+            each symbol as well (of brackets with working, all that is written, in any case).
     """
 
     form: Form = Form()  # noqa: RUF009, it is frozen

@@ -296,8 +296,8 @@ def _state(
     drawn = Drawn(prompts, prompts, answers[:, None], running, {"symbols": symbols})
     if working is None or form.brackets == "plain":
         return drawn
-    pairs = int(sizes.max(initial=1)) // 3  # of brackets at most: the shortest is (d)
-    blanks, width = WORKING * pairs, prompts.shape[1]
+    most = int(sizes.max(initial=1)) // 3  # pairs of brackets, of which the shortest is (d)
+    blanks, width = WORKING * most, prompts.shape[1]
     blank = (working != 0) * np.uint8(ord(BLANK))
     prompts = np.concatenate([prompts[:, :, None], blank], axis=2).reshape(n, -1)
     return drawn._replace(
