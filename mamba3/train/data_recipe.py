@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 LOSS_ON = ("answers", "all")
 TOO_LONG = ("cut", "drop")
 
-# The keys of the group `data` that a kind of data has besides those of all.
+# The keys of the group `data` that say how problems are written.
+FORM_KEYS = tuple(f.name for f in dataclasses.fields(Form))
+# The keys that a kind of data has besides those of all.
 _PROBLEM_KEYS = {
-    *("stages", "tasks", "shares", "answer_order", "operands", "brackets", "digits"),
-    *("symbols", "grow_to", "grow_batches", "state_labels"),
+    *("stages", "tasks", "shares", *FORM_KEYS, "digits", "symbols"),
+    *("grow_to", "grow_batches", "state_labels"),
 }
 DATA_KEYS = {
     "arithmetic": _PROBLEM_KEYS | {"eval_problems", "eval_digits", "eval_symbols"},
@@ -130,9 +132,7 @@ class DataRecipe:
     def problems(self) -> ProblemOptions:
         """What is drawn of the stages of the curriculum."""
         return ProblemOptions(
-            form=Form(
-                answer_order=self.answer_order, operands=self.operands, brackets=self.brackets
-            ),
+            form=Form(**{key: getattr(self, key) for key in FORM_KEYS}),
             tasks=None if self.tasks is None else tuple(self.tasks),
             shares=None if self.shares is None else tuple(self.shares),
             digits=self.digits,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from mamba3 import hub, zoo
 from mamba3.train.config import Recipe
+from mamba3.train.data_recipe import FORM_KEYS
 from mamba3.train.run import train, trained_on
 from mamba3.train.tasks import Measured
 from mamba3.train.tasks.rows import ARITHMETIC, PromptRows, share_of
@@ -22,8 +23,7 @@ from mamba3.train.tasks.rows import ARITHMETIC, PromptRows, share_of
 # Rows to see, in as many passes as that takes, where nobody says how long.
 ROWS_SEEN, MOST_EPOCHS = 10_000, 20
 # Of a recipe's data: which problems of the curriculum, and how they are written.
-PROBLEM_KEYS = ("stages", "tasks", "shares", "answer_order", "operands", "brackets", "digits")
-PROBLEM_KEYS += ("symbols",)
+PROBLEM_KEYS = ("stages", "tasks", "shares", *FORM_KEYS, "digits", "symbols")
 
 
 class FinetuneResult(NamedTuple):
