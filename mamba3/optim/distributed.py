@@ -133,9 +133,11 @@ class Alone:
     """One process: what the modes change.
 
     norm: of the averaged gradients, where the mode clips them.
+    recordable: whether the host need not know what a step exchanges.
     """
 
     norm: Tensor | None = None
+    recordable = True
 
     def bank(self, members: Sequence[Member], options: Options) -> Any:
         """What steps these matrices."""
@@ -262,6 +264,11 @@ class Shares(Alone):
         title = member.piece.title
         return title if title in self.setting.sparse else SMALL
 
+    @property
+    def recordable(self) -> bool:
+        """Not where rows are counted, or where steps wait for what was launched before them."""
+        return not (self.setting.sparse or self.setting.deferred)
+
     # the schedule
 
     def plan(self, works: Works) -> None:
@@ -347,11 +354,12 @@ class Shares(Alone):
             self._launch(banks, found)
             order = [label for label in order if label not in self.banks]
         tables = [m for slot in self.slots.values() if isinstance(slot, Rows) for m in slot.members]
-        self._question = Question(members, found, finite, tables, self.ranks)
+        before = self._question
+        self._question = Question(members, found, finite, tables, self.ranks, before)
         self._launch(order, found)
         if self.setting.max_norm is not None:
             self._clip(self.setting.max_norm)
-        return None if finite is None else torch.tensor(self._question.answer.finite)
+        return None if finite is None else self._question.finite
 
     def _clip(self, max_norm: float) -> None:
         own = [bank.averaged() for bank in self.banks.values()]

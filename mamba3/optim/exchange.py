@@ -67,17 +67,20 @@ class Ranks(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What all ranks know of a step.
+    """What the hosts of all ranks know of a step.
 
     Fields:
         present: ids of the members of which some rank has a gradient.
-        finite: whether all gradients are, on all ranks.
         rows: the rows that some rank has of a sparse table, by the id of its member.
     """
 
     present: frozenset[int]
-    finite: bool
     rows: Mapping[int, Tensor]
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the device's work is being recorded, so that the host cannot wait for it."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class Question:
@@ -88,17 +91,33 @@ class Question:
         found: this rank's gradients.
         finite: whether these are, of no dimension; None does not ask.
         tables: the members that are sparse tables.
+        before: the question of the step before, whose answer is taken where steps are recorded, and
+            the host cannot wait for one. The ranks are asked all the same, so that those that
+            record and those that do not, or not yet, launch the same.
+
+    Raises:
+        RuntimeError: this step is recorded, and the one before was no such step.
     """
 
     def __init__(
         self, members: Sequence[Member], found: Found, finite: Tensor | None,
-        tables: Sequence[Member], ranks: Ranks,
+        tables: Sequence[Member], ranks: Ranks, before: Question | None = None,
     ):  # fmt: skip
         device, byte = members[0].weight.device, torch.uint8
         self._members, self._tables = members, tables
-        here = [found[id(m)] is not None for m in members]
-        bad = torch.zeros(1, dtype=byte) if finite is None else ~finite.reshape(1)
-        asked = [torch.tensor(here, dtype=byte, device=device), bad.to(device, byte)]
+        self._here = [found[id(m)] is not None for m in members]
+        same = before is not None and before._here == self._here
+        if capturing(device):
+            if not same or tables:
+                raise RuntimeError(
+                    "a sharded step can be recorded after one that ran with the same gradients, "
+                    "and without `sparse`"
+                )
+            self.answer = before.answer
+        # Copies from the host cannot be recorded.
+        self._facts = before._facts if same else torch.tensor(self._here, dtype=byte, device=device)
+        bad = torch.zeros(1, device=device) if finite is None else ~finite.reshape(1)
+        asked = [self._facts, bad.to(device, byte)]
         for member in tables:
             grad = found[id(member)]
             if grad is None:
@@ -108,15 +127,24 @@ class Question:
         self._bytes = torch.cat(asked)
         self._work = ranks.largest(self._bytes)
 
+    @property
+    def finite(self) -> Tensor:
+        """Whether all gradients are, on all ranks; of no dimension, on the device."""
+        return self._reduced[len(self._members)] == 0
+
     @cached_property
     def answer(self) -> Agreed:
         """Waited for by the host, which is to know whom to step."""
+        lengths = [len(self._members), 1, *map(_rows, self._tables)]
+        here, _, *masks = self._reduced.split(lengths)
+        pairs = zip(self._members, here.tolist(), strict=True)
+        rows = {id(m): mask.bool() for m, mask in zip(self._tables, masks, strict=True)}
+        return Agreed(frozenset(id(m) for m, yes in pairs if yes), rows)
+
+    @cached_property
+    def _reduced(self) -> Tensor:
         self._work.wait()
-        facts, *masks = self._bytes.split([len(self._members) + 1, *map(_rows, self._tables)])
-        *here, bad = facts.tolist()
-        present = frozenset(id(m) for m, yes in zip(self._members, here, strict=True) if yes)
-        ids = map(id, self._tables)
-        return Agreed(present, not bad, dict(zip(ids, (m.bool() for m in masks), strict=True)))
+        return self._bytes
 
 
 def _rows(member: Member) -> int:
@@ -239,8 +267,8 @@ class BankShare:
 
     @property
     def skips(self) -> bool:
-        """The host knows of a step to be left out, as of whom to step."""
-        return False
+        """Whether steps heed `Numbers.skip`."""
+        return self._bank.skips
 
     @property
     def own(self) -> list[Member]:

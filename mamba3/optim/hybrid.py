@@ -88,7 +88,8 @@ class HybridOptimizer(torch.optim.Optimizer):
     Parameters may be DTensors spread by rows, as `fully_shard(model)` makes them before the
     optimizer is made: `state` then holds this process's rows, and `state_dict()` DTensors.
 
-    To capture steps in a CUDA graph, call `advance()` before every replay, and `update()` inside.
+    To capture steps in a CUDA graph, call `advance()` before every replay, and `update()` inside,
+    after a step or two that ran as they are.
 
     Example:
         >>> from torch import nn
@@ -172,6 +173,11 @@ class HybridOptimizer(torch.optim.Optimizer):
     def grad_norm(self) -> Tensor | None:
         """Norm of all averaged gradients in the last step, where `Sharded.max_norm` clips them."""
         return self._mode.norm
+
+    @property
+    def recordable(self) -> bool:
+        """Whether `update()` can be captured in a CUDA graph, as far as ranks are concerned."""
+        return self._mode.recordable
 
     @property
     def bank_labels(self) -> tuple[str, ...]:

@@ -74,6 +74,12 @@ class TrainStep:
         self.scaler = LossScaler(self.device) if precision == "fp16" else None
         self._parameters = [p for p in model.parameters() if p.requires_grad]
 
+    @property
+    def recordable(self) -> bool:
+        """Whether the host need not know what ranks exchange, as `fully_shard` has it do."""
+        spread = hasattr(self.forward, "set_requires_gradient_sync")
+        return self.optimizer.recordable and not spread
+
     def parts(self, batch: Batch) -> tuple[Part, ...]:
         """This rank's parts of a batch, on the device; one on the host is copied without a wait."""
         rank, world = self.ranks

@@ -61,10 +61,9 @@ class CachedStep:
         self._recorded: OrderedDict[tuple, Recording] = OrderedDict()
         ddp = isinstance(step.forward, DistributedDataParallel)
         self._warm_up = RANKS_WARM_UP if ddp else WARM_UP
-        recordable = step.ranks.world == 1 or ddp or step.exchange is not None
-        if not recordable and self._record is not None:
+        if self._record is not None and not step.recordable:
             self._give_up(
-                "what ranks exchange depends on the host (step.parallel=ddp or allreduce does not)"
+                "what ranks exchange depends on the host (of step.parallel, only fsdp does so)"
             )
 
     @property

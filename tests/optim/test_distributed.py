@@ -6,6 +6,7 @@ Three processes, by gloo on the CPU; those of two ranks are a group of the first
 import contextlib
 import datetime
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from mamba3.optim import ANVIL, HybridOptimizer, Rails, Replicated, Sharded, Tied, banks
+from mamba3.optim import ANVIL, HybridOptimizer, Rails, Replicated, Sharded, Tied, banks, exchange
 from mamba3.optim.rules import join_bits
 
 WORLD, ROWS, WIDTH, VOCAB = 3, 6, 6, 40
@@ -275,6 +276,31 @@ def check_nonfinite(group, folder):
         assert_close(results(model, optimizer), wanted, TOLERANCE[torch.float64])
 
 
+def check_recorded(group, folder):
+    """A recorded step asks like any other, takes the answer of the one before, and is that step."""
+    wanted, _ = expected({}, (0, 2, 4), dist.get_world_size(group))
+    model = Net()
+    optimizer = HybridOptimizer(model, LR, distributed=Sharded(group))
+    with all_reduced() as eager:
+        train(model, optimizer, (0,), group)
+    assert optimizer.recordable
+    with mock.patch.object(exchange, "capturing", return_value=True):
+        with all_reduced() as recorded, mock.patch.object(torch.Tensor, "tolist", None):
+            train(model, optimizer, (2,), group)
+        train(model, optimizer, (4,), group)
+    assert recorded == eager
+    assert_close(results(model, optimizer), wanted, TOLERANCE[torch.float64])
+    model.layers[0].weight.grad = None
+    with (
+        mock.patch.object(exchange, "capturing", return_value=True),
+        pytest.raises(RuntimeError, match="after one that ran with the same gradients"),
+    ):
+        optimizer.step()
+    optimizer.step()
+    for setting in ({"sparse": ("embedding.weight",)}, {"deferred": ("5x6x6",)}):
+        assert not HybridOptimizer(model, distributed=Sharded(group, **setting)).recordable
+
+
 def check_clipping(group, folder):
     """Norms are those of the averaged gradients, whoever has them, and clipped as torch does."""
     ranks = dist.get_world_size(group)
@@ -380,7 +406,14 @@ def uninterrupted(options):
 
 CHECKS = {
     "sharded": (check_sharded, check_shares, check_extra_bits, check_added_group, check_state),
-    "schedule": (check_deferred, check_sparse, check_nonfinite, check_clipping, check_errors),
+    "schedule": (
+        check_deferred,
+        check_sparse,
+        check_nonfinite,
+        check_clipping,
+        check_recorded,
+        check_errors,
+    ),
     "replicated": (check_replicated,),
 }
 
