@@ -9,8 +9,8 @@ alone, all at the same time; then all together take those of a batch that is as 
 whose losses are compared with those of one GPU that computes it in as many parts.
 
 first     seconds of the first step; what it compiles may be there from an earlier row or run
-step      median milliseconds of a step
-host      of these, what the host takes until it may go on
+step      milliseconds of a step, one behind the other, as in training
+host      median milliseconds that the host takes of a step until it may go on, the GPU being idle
 backward  of these, what it takes in the backward pass
 peak      GB allocated at most: by the first steps for recorded ones, which hold it from then on
 requests  tensors a step that the allocator was asked for
@@ -87,7 +87,7 @@ TOGETHER = {
     "sharded, hybrid": ("hybrid", {"precision": "bf16", "parallel": "sharded"}),
     "fsdp": ("adamw", {"precision": "bf16", "parallel": "fsdp"}),
 }
-TIMED = 10
+TIMED = 20
 
 
 class Row(NamedTuple):
@@ -206,37 +206,44 @@ def measure(
     generator = torch.Generator().manual_seed(1)
     ids = [torch.randint(COMMON["vocab_size"], (rows, length), generator=generator) for _ in "1234"]
     parts = [step.parts(Batch(own, own, own.numel())) for own in ids]
-    losses, times, hosts, backwards = [], [], [], []
+    losses, hosts, backwards = [], [], []
 
-    def one(index: int) -> None:
+    def one(index: int) -> float:
         with backward_time() as backward:
             torch.cuda.synchronize()
             began = time.perf_counter()
             output = make.make(parts[index % 4])
             hosts.append(time.perf_counter() - began)
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
         backwards.append(sum(backward))
         losses.append(output.loss.clone())
+        return time.perf_counter() - began
 
     torch.cuda.reset_peak_memory_stats()
     before = memory.requests_and_mallocs()
     warm = (WARM_UP if step.ranks.world == 1 else RANKS_WARM_UP) + 2
-    for index in range(warm):
+    first_s = one(0)
+    for index in range(1, warm):
         one(index)
     first = memory.requests_and_mallocs()
     for index in range(warm, warm + timed):
         one(index)
     last = memory.requests_and_mallocs()
-    median = statistics.median(times[warm:])
+    step.ranks.wait()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for index in range(timed):
+        make.make(parts[index % 4])
+    torch.cuda.synchronize()
+    step_s = (time.perf_counter() - began) / timed
     return Row(
         form=form,
         name=name,
-        first_s=times[0],
-        step_ms=1e3 * median,
+        first_s=first_s,
+        step_ms=1e3 * step_s,
         host_ms=1e3 * statistics.median(hosts[warm:]),
         backward_ms=1e3 * statistics.median(backwards[warm:]),
-        tokens_per_s=rows * length / median,
+        tokens_per_s=rows * length / step_s,
         peak_gb=torch.cuda.max_memory_allocated() / 1e9,
         requests=(last[0] - first[0]) / timed,
         first_mallocs=first[1] - before[1],

@@ -15,6 +15,7 @@ Every rank launches the same collectives in the same order, whatever gradients i
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections import Counter
@@ -134,10 +135,11 @@ class Alone:
 
     norm: of the averaged gradients, where the mode clips them.
     recordable: whether the host need not know what a step exchanges.
+    clips: whether the mode clips the gradients, and so sees whether they are finite.
     """
 
     norm: Tensor | None = None
-    recordable = True
+    recordable, clips = True, False
 
     def bank(self, members: Sequence[Member], options: Options) -> Any:
         """What steps these matrices."""
@@ -151,7 +153,10 @@ class Alone:
         """Look at what there is to step; a ValueError where the setting does not fit it."""
 
     def begin(self, works: Works, local: Gradients, finite: Tensor | None) -> Tensor | None:
-        """Take this rank's gradients up; whether all ranks' are finite, if this was asked."""
+        """Take this rank's gradients up; whether all ranks' are finite, if it is known.
+
+        `finite`: whether this rank's are; None if that is not asked, or for the mode to see.
+        """
         return finite
 
     def gradients(self, local: Gradients) -> Gradients:
@@ -269,6 +274,10 @@ class Shares(Alone):
         """Not where rows are counted, or where steps wait for what was launched before them."""
         return not (self.setting.sparse or self.setting.deferred)
 
+    @property
+    def clips(self) -> bool:
+        return self.setting.max_norm is not None
+
     # the schedule
 
     def plan(self, works: Works) -> None:
@@ -357,8 +366,9 @@ class Shares(Alone):
         before = self._question
         self._question = Question(members, found, finite, tables, self.ranks, before)
         self._launch(order, found)
-        if self.setting.max_norm is not None:
+        if self.clips:
             self._clip(self.setting.max_norm)
+            return torch.isfinite(self.norm)
         return None if finite is None else self._question.finite
 
     def _clip(self, max_norm: float) -> None:
@@ -442,11 +452,10 @@ class Shares(Alone):
 
 def _square(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """The sum of squares of all elements, at least in float32."""
-    norms = [
-        torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32))
-        for t in tensors
-    ]
-    return torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
+    if not tensors:
+        return torch.zeros((), device=device)
+    wide = functools.reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
+    return torch.stack(torch._foreach_norm(list(tensors), 2, wide)).square().sum()
 
 
 def _check_plain(members: Sequence[Member]) -> None:

@@ -50,20 +50,68 @@ class Ranks(NamedTuple):
         """Sums of all ranks, in place."""
         return dist.all_reduce(t, dist.ReduceOp.SUM, self.group, async_op=True)
 
+    def mean(self, t: Tensor) -> Mean:
+        """Means of all ranks, in place."""
+        return Mean(dist.all_reduce(t, self._adds, self.group, async_op=True), t, self)
+
     def largest(self, t: Tensor) -> dist.Work:
         """The largest of all ranks, in place."""
         return dist.all_reduce(t, dist.ReduceOp.MAX, self.group, async_op=True)
 
-    def sum_rows(self, mine: Tensor, buffer: Tensor) -> dist.Work:
-        """Sums of all ranks' buffers, of each the rows of the rank that has them."""
+    def mean_rows(self, mine: Tensor, buffer: Tensor) -> Mean:
+        """Means of all ranks' buffers, of each the rows of the rank that has them."""
         call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return call(mine, buffer, group=self.group, async_op=True)
+        return Mean(call(mine, buffer, self._adds, self.group, async_op=True), mine, self)
 
     def gather_rows(self, buffer: Tensor, mine: Tensor) -> dist.Work:
         """All ranks' rows, as bytes: gloo does not know every dtype."""
         call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         byte = torch.uint8
         return call(buffer.view(byte), mine.view(byte), group=self.group, async_op=True)
+
+    @property
+    def divides(self) -> bool:
+        """Whether the backend makes means, not sums alone."""
+        return dist.get_backend(self.group) == "nccl"
+
+    @property
+    def _adds(self) -> Any:
+        return dist.ReduceOp.AVG if self.divides else dist.ReduceOp.SUM
+
+
+class Mean:
+    """A mean that is on its way, to a tensor."""
+
+    def __init__(self, work: dist.Work, t: Tensor, ranks: Ranks):
+        self._work, self._t, self._ranks = work, t, ranks
+
+    def wait(self) -> None:
+        """Have what comes next wait for it; only once."""
+        self._work.wait()
+        if not self._ranks.divides:
+            self._t.div_(self._ranks.world)
+
+
+# Elements that a tensor's place in a buffer is rounded up to, so that all begin at 256 bytes.
+ALIGNED = 128
+
+
+def packed(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """Tensors in one buffer, and views of it; what is between them is not written."""
+    places = [-(-t.numel() // ALIGNED) * ALIGNED for t in tensors]
+    buffer = tensors[0].new_empty(sum(places), dtype=dtype)
+    views = unpacked(buffer, tensors)
+    torch._foreach_copy_(views, list(tensors))
+    return buffer, views
+
+
+def unpacked(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a buffer, of these tensors' shapes, as `packed` has placed them."""
+    places = [-(-t.numel() // ALIGNED) * ALIGNED for t in tensors]
+    return [
+        part[: t.numel()].view(t.shape)
+        for part, t in zip(buffer.split(places), tensors, strict=True)
+    ]
 
 
 class Agreed(NamedTuple):
@@ -156,7 +204,7 @@ class Flat:
 
     def __init__(self, members: Sequence[Member], ranks: Ranks):
         self.members, self._ranks = list(members), ranks
-        self._sent: list[tuple[list[Member], Tensor, dist.Work]] = []
+        self._sent: list[tuple[list[Member], list[Tensor], Mean]] = []
         self._averaged: dict[int, Tensor] = {}
         self.launched = False
 
@@ -169,18 +217,15 @@ class Flat:
                 weight = member.weight
                 kinds.setdefault((weight.dtype, weight.device), []).append(member)
         for members in kinds.values():
-            flat = torch.cat([_gradient_or_zeros(m, found).flatten() for m in members])
-            self._sent.append((members, flat, self._ranks.sum(flat)))
+            gradients = [_gradient_or_zeros(m, found) for m in members]
+            buffer, views = packed(gradients, gradients[0].dtype)
+            self._sent.append((members, views, self._ranks.mean(buffer)))
 
     def averaged(self) -> list[Tensor]:
         """What all ranks have the same of."""
-        for members, flat, work in self._sent:
+        for members, views, work in self._sent:
             work.wait()
-            flat.div_(self._ranks.world)
-            for m, part in zip(
-                members, flat.split([m.weight.numel() for m in members]), strict=True
-            ):
-                self._averaged[id(m)] = part.view(m.weight.shape)
+            self._averaged.update(zip(map(id, members), views, strict=True))
         self._sent.clear()
         return list(self._averaged.values())
 
@@ -203,7 +248,7 @@ class Rows:
 
     def __init__(self, member: Member, ranks: Ranks):
         self.members, self._ranks = [member], ranks
-        self._sent: tuple[Tensor, Tensor, dist.Work] | None = None
+        self._sent: tuple[Tensor, Tensor, Mean] | None = None
         self._averaged: Tensor | None = None
         self.launched = False
 
@@ -215,7 +260,7 @@ class Rows:
         if id(member) in question.answer.present:
             ids = mask.nonzero().squeeze(1)
             rows = _gradient_or_zeros(member, found)[ids]
-            self._sent = ids, rows, self._ranks.sum(rows)
+            self._sent = ids, rows, self._ranks.mean(rows)
 
     def averaged(self) -> list[Tensor]:
         """What all ranks have the same of."""
@@ -223,7 +268,7 @@ class Rows:
             ids, rows, work = self._sent
             work.wait()
             self._averaged = rows.new_zeros(self.members[0].weight.shape)
-            self._averaged[ids] = rows.div_(self._ranks.world)
+            self._averaged[ids] = rows
             self._sent = None
         return [] if self._averaged is None else [self._averaged]
 
@@ -258,7 +303,7 @@ class BankShare:
         self.gather = Gather(self.members, self.mine)
         self.arrived: set[int] = set()
         self._buffer: Tensor | None = None
-        self._work: dist.Work | None = None
+        self._work: Mean | None = None
 
     @property
     def device(self) -> torch.device:
@@ -286,7 +331,7 @@ class BankShare:
         return self.arrived == {id(member.parameter) for member in self.members}
 
     def launch(self, found: Found, question: Question | None = None) -> None:
-        """Sum all ranks' gradients, each rank its share."""
+        """Average all ranks' gradients, each rank its share."""
         weight = self.members[0].weight
         self._buffer = weight.new_empty(self.shape)
         grads = [found[id(member)] for member in self.members]
@@ -297,14 +342,11 @@ class BankShare:
             torch._foreach_zero_(absent)
         if present:
             torch._foreach_copy_([rows[i] for i in present], [grads[i] for i in present])
-        self._work = self._ranks.sum_rows(self._buffer[self.mine], self._buffer)
+        self._work = self._ranks.mean_rows(self._buffer[self.mine], self._buffer)
 
     def averaged(self) -> Tensor:
         """The gradients of this rank's share, and zeros for padding."""
-        if self._work is not None:
-            self._work.wait()
-            self._buffer[self.mine].div_(self._ranks.world)
-            self._work = None
+        self._settle()
         return self._buffer[self.mine]
 
     def gradient(self, member: Member) -> Tensor:

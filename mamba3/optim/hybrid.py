@@ -330,11 +330,18 @@ class HybridOptimizer(torch.optim.Optimizer):
                     scalars.copy_(values, non_blocking=True)
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Change weights and state by the gradients and the numbers of the last `advance()`."""
+    def update(self, finite: Tensor | None = None) -> None:
+        """Change weights and state by the gradients and the numbers of the last `advance()`.
+
+        Args:
+            finite: whether all gradients are, of no dimension, on their device and the same on all
+                ranks; None looks at them.
+        """
         works, mode = self._works, self._mode
-        finite = mode.begin(works, self._gradient, self._finite() if self.skip_nonfinite else None)
-        if finite is not None and self._leave_out(finite):
+        if finite is None and self.skip_nonfinite and not mode.clips:
+            finite = self._finite()
+        finite = mode.begin(works, self._gradient, finite)
+        if finite is not None and self.skip_nonfinite and self._leave_out(finite):
             mode.end()
             return
         tied, gradients = self._tied_now(), mode.gradients(self._gradient)

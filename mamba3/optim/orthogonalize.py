@@ -178,8 +178,8 @@ def _inverse(norm: Tensor, margin: float) -> Tensor:
     return 1 / (margin * norm.reshape(-1, 1, 1)).clamp_min(LEAST_NORM)
 
 
-def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """x times factors (K, 1, 1), in another dtype, with no copy in a wider one in between."""
+def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x (K, m, n) times factors (K, 1, 1), in a dtype, with no copy in a wider one in between."""
     out = torch.empty_like(x, dtype=dtype)
     if x.numel() and dispatch.on_kernels(x, out) and (x.is_contiguous() or x.mT.is_contiguous()):
         from .triton.updates import scale
@@ -205,9 +205,9 @@ def _in_turn(
         trace = gram.diagonal(dim1=-2, dim2=-1).to(wide).sum(-1)
         inverse = _inverse(trace.sqrt(), margin)
         # Both factors, one after the other: the square of one may leave the dtype's range.
-        x, gram = _scaled(x, inverse, dtype), (gram * inverse * inverse).to(dtype)
+        x, gram = scaled(x, inverse, dtype), (gram * inverse * inverse).to(dtype)
     else:
-        x = _scaled(x, _inverse(frobenius(x) if norm is None else norm, margin), dtype)
+        x = scaled(x, _inverse(frobenius(x) if norm is None else norm, margin), dtype)
     for a, b, c in maps:
         if gram is None:
             gram = symmetric_product(x, x)
@@ -227,7 +227,7 @@ def _in_gram_space(
     half = dtype in (torch.bfloat16, torch.float16)
     inner = torch.float16 if half else dtype
     x_scale, scale = (X_SCALE, GRAM_SCALE) if half else (1.0, 1.0)
-    x = _scaled(x, x_scale * _inverse(frobenius(x) if norm is None else norm, margin), inner)
+    x = scaled(x, x_scale * _inverse(frobenius(x) if norm is None else norm, margin), inner)
     starts = range(0, max(len(maps) - 1, 1), CHAINED)
     for first, last in zip(starts, (*starts[1:], len(maps)), strict=True):
         q = None

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -28,6 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from mamba3.hub import filled
 from mamba3.models.lm import Mamba3LM
 from mamba3.optim import Replicated, Sharded
+from mamba3.optim.exchange import packed, unpacked
+from mamba3.optim.orthogonalize import scaled
+from mamba3.train.precision import by_dtype
 
 # Steps after which ranks ask one another whether to stop, for which the host waits.
 ASK_EVERY = 10
@@ -115,36 +117,47 @@ class GradientSum:
         dtype: to send gradients in; None is their own.
     """
 
-    # Elements that a gradient's place is rounded up to, so that all begin at 256 bytes.
-    ALIGNED = 128
-
     def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype | None = None):
         self.parameters, self.dtype = list(parameters), dtype
+        self._sums: list[_Sums] = []
 
-    def __call__(self) -> None:
-        """Exchange gradients; the host does not wait."""
-        of_dtype = defaultdict(list)
-        for p in self.parameters:
-            if p.grad is not None:
-                of_dtype[p.grad.dtype].append(p)
-        for dtype, parameters in of_dtype.items():
-            self._exchange(parameters, dtype)
+    def __call__(self) -> list[Tensor]:
+        """Exchange gradients, and take them from the parameters; the host does not wait.
 
-    def _exchange(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
-        gradients = [p.grad for p in parameters]
-        places = [-(-g.numel() // self.ALIGNED) * self.ALIGNED for g in gradients]
-        # What is between gradients is added up as well, and nobody reads it.
-        buffer = gradients[0].new_empty(sum(places), dtype=self.dtype or dtype)
-        views = [
-            part[: g.numel()].view(g.shape)
-            for part, g in zip(buffer.split(places), gradients, strict=True)
+        Returns:
+            The sums, in what they were sent in.
+        """
+        own = [p for p in self.parameters if p.grad is not None]
+        self._sums = [
+            _Sums(parameters, self.dtype or dtype) for dtype, parameters in by_dtype(own).items()
         ]
-        torch._foreach_copy_(views, gradients)
-        dist.all_reduce(buffer)
-        if buffer.dtype != dtype:
-            torch._foreach_copy_(gradients, views)
-            return
-        for p, view in zip(parameters, views, strict=True):
+        return [view for own in self._sums for view in own.views]
+
+    def finish(self, factor: Tensor | None) -> None:
+        """Give the parameters their sums, times a factor of no dimension, if there is one."""
+        for own in self._sums:
+            own.finish(factor)
+        self._sums = []
+
+
+class _Sums:
+    """Gradients in one tensor, which all ranks add up."""
+
+    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype):
+        self._parameters, self._dtype = parameters, parameters[0].dtype
+        # What is between gradients is added up as well, and nobody reads it.
+        self._buffer, self.views = packed([p.grad for p in parameters], dtype)
+        for p in parameters:
+            p.grad = None
+        dist.all_reduce(self._buffer)
+
+    def finish(self, factor: Tensor | None) -> None:
+        buffer = self._buffer
+        if factor is not None or buffer.dtype != self._dtype:
+            factor = buffer.new_ones((), dtype=torch.float32) if factor is None else factor
+            # As one matrix: a pass less than widening, and then scaling.
+            buffer = scaled(buffer[None, None], factor.view(1, 1, 1), self._dtype)[0, 0]
+        for p, view in zip(self._parameters, unpacked(buffer, self._parameters), strict=True):
             p.grad = view
 
 

@@ -13,6 +13,7 @@ Norms, states, decays and the loss are float32 in all of them.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 import torch
@@ -28,6 +29,14 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager:
     if dtype is None:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=dtype)
+
+
+def by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
+    """Tensors that operations on several can take together."""
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for t in tensors:
+        found.setdefault(t.dtype, []).append(t)
+    return found
 
 
 class LossScaler:
@@ -51,12 +60,6 @@ class LossScaler:
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss to go backward from."""
         return loss * self.scale
-
-    @torch.no_grad()
-    def unscale(self, gradients: list[Tensor]) -> None:
-        """Take the factor off gradients, in place."""
-        if gradients:
-            torch._foreach_mul_(gradients, 1 / self.scale)
 
     @torch.no_grad()
     def update(self, finite: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -13,10 +14,10 @@ from torch.profiler import record_function
 
 from mamba3.data.problems import Batch
 from mamba3.optim import HybridOptimizer
-from mamba3.optim.pieces import local
+from mamba3.optim.pieces import is_dtensor, local
 from mamba3.train.parallel import GradientSum, Ranks, on_stream, whole
 from mamba3.train.parts import Part, split
-from mamba3.train.precision import LossScaler, autocast
+from mamba3.train.precision import LossScaler, autocast, by_dtype
 
 # What a step marks for profilers.
 RANGES = ("forward", "backward", "clipping", "optimizer")
@@ -120,28 +121,51 @@ class TrainStep:
                     loss = loss * self.ranks.world
             with self._exchange(last), record_function("backward"):
                 (loss if self.scaler is None else self.scaler.scaled(loss)).backward()
-                if last and self.exchange is not None:
-                    self.exchange()
+                gradients = self._gradients() if last else []
+        norm = finite = None
         if not self.optimizer_clips:
             with record_function("clipping"):
-                norm = self._clip()
+                norm = self._clip(gradients)
+                finite = torch.isfinite(norm)
         with record_function("optimizer"):
-            self.optimizer.update()
+            self.optimizer.update(finite)
         if self.optimizer_clips:
             norm = self.optimizer.grad_norm
         return StepOutput(self.ranks.sum(torch.stack(losses).sum()), norm)
 
-    def _clip(self) -> Tensor:
+    def _gradients(self) -> list[Tensor]:
+        """Those of the whole batch, where the optimizer does not average them."""
+        if self.exchange is not None:
+            return self.exchange()
+        return [p.grad for p in self._parameters if p.grad is not None]
+
+    @torch.no_grad()
+    def _clip(self, gradients: list[Tensor]) -> Tensor:
         """The gradients' norm; they are scaled down to the largest that is allowed."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        norm, factor = self._norm(gradients), None
         if self.scaler is not None:
-            self.scaler.unscale([local(g) for g in gradients])
-        norm = whole(nn.utils.get_total_norm(gradients))
-        if self.grad_clip is not None:
-            nn.utils.clip_grads_with_norm_(self._parameters, self.grad_clip, norm)
-        if self.scaler is not None:
+            factor = 1 / self.scaler.scale
+            norm = norm * factor
             self.scaler.update(torch.isfinite(norm))
+        if self.grad_clip is not None:
+            # As `clip_grad_norm_` has it.
+            clip = (self.grad_clip / (norm + 1e-6)).clamp(max=1.0)
+            factor = clip if factor is None else factor * clip
+        if self.exchange is not None:
+            self.exchange.finish(factor)
+        elif factor is not None:
+            for dtype, those in by_dtype(map(local, gradients)).items():
+                torch._foreach_mul_(those, factor.to(dtype))
         return norm
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        """Of all together, at least in float32."""
+        if any(map(is_dtensor, gradients)):
+            return whole(nn.utils.get_total_norm(gradients))
+        of_dtype = by_dtype(gradients)
+        dtype = functools.reduce(torch.promote_types, of_dtype, torch.float32)
+        norms = [n for those in of_dtype.values() for n in torch._foreach_norm(those, 2, dtype)]
+        return torch.linalg.vector_norm(torch.stack(norms))
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer and, in float16, the loss scale."""

@@ -7,7 +7,7 @@ from torch import nn
 
 from mamba3.train.parallel import GradientSum, Ranks, summing
 
-WORLD = 2
+WORLD, FACTOR = 2, 0.3
 SHAPES = [(3, 5), (1,), (129,), (2, 3, 4), (0,), (256,)]
 DTYPES = [torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.float32, torch.float32]
 
@@ -30,8 +30,17 @@ def work(rank, folder):
     found = {}
     for dtype in (None, torch.bfloat16):
         own = parameters(rank)
-        GradientSum(own, dtype)()
+        exchange = GradientSum(own, dtype)
+        sums = exchange()
+        assert [p.grad for p in own] == [None] * len(own)
+        assert {t.dtype for t in sums} == {dtype or torch.float32, torch.bfloat16}
+        exchange.finish(None)
         found[dtype] = [p.grad for p in own]
+        again = parameters(rank)
+        exchange = GradientSum(again, dtype)
+        exchange()
+        exchange.finish(torch.tensor(FACTOR))
+        found["scaled", dtype] = [p.grad for p in again]
     torch.manual_seed(rank)
     model = nn.BatchNorm1d(3)  # it has a buffer
     nn.init.normal_(model.weight)
@@ -60,6 +69,9 @@ def test_gradients_are_the_sum_on_all_ranks(tmp_path):
                 # Each is rounded, and their sum, to 8 bits.
                 assert torch.allclose(got, wanted, rtol=2**-7, atol=2**-7)
         assert not torch.equal(ours[torch.bfloat16][0], exact[0])
+        for dtype in (None, torch.bfloat16):
+            for got, whole in zip(ours["scaled", dtype], ours[dtype], strict=True):
+                assert got is None if whole is None else torch.equal(got, whole * FACTOR)
         assert ours["exchanged"] == (1, None)
         assert ours["others"] is None
         assert ours["state"]["running_mean"].tolist() == [0.0] * 3

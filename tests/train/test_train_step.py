@@ -144,9 +144,6 @@ def test_the_loss_scale_backs_off_grows_and_goes_on():
     for _ in range(40):
         other.update(no)
     assert other.scale.item() == 1
-    gradients = [torch.full((3,), 6.0, device=DEVICE), torch.ones(2, device=DEVICE)]
-    scaler.unscale(gradients)
-    assert [t.tolist() for t in gradients] == [[1.5] * 3, [0.25] * 2]
 
 
 def test_an_overflow_in_float16_leaves_the_step_out():
