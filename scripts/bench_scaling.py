@@ -16,9 +16,10 @@ compared with those of one GPU that computes the same rows in as many parts. The
 commands checks that checkpoints resume on fewer GPUs, with the same next losses. `--quick` goes
 through all of it with tiny models, on a CPU where there are too few GPUs, and measures nothing.
 
-step       median milliseconds of a step on the slowest rank, recorded where that can be
-optimizer  the same, of `optimizer.update()` by itself, recorded where steps are. For "sharded" it
-           averages the gradients too, and clips them, which for the others is not part of it
+step       milliseconds of a step, one behind the other, on the slowest rank; recorded where that
+           can be
+optimizer  median of `optimizer.update()` by itself there, recorded where steps are. For "sharded"
+           it averages the gradients too, and clips them, which for the others is not part of it
 hidden     share of the time of NCCL's kernels in which others run, on rank 0
 peak       GB allocated at most, on the rank that needs most; on a CPU those of the process
 efficiency tokens/s over those of one GPU with the same optimizer, times the number of GPUs
@@ -34,7 +35,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,8 +65,9 @@ SHARED = {
     "sharded hybrid": TOGETHER["sharded, hybrid"],
 }
 SCALINGS = ("weak", "strong")
-# Largest relative difference of losses: of all steps that are checked; and after a checkpoint, when
-# rounding has had no time to grow, and an optimizer without its state makes 7e-4 (--quick).
+# Largest relative difference of losses: of all steps that are checked, told at the end; and after a
+# checkpoint, when rounding has had no time to grow, and an optimizer without its state makes 7e-4
+# (--quick).
 TOLERANCE = 1e-3
 RESUMED_TOLERANCE = 1e-4
 # Steps before a checkpoint, and after it.
@@ -170,6 +172,7 @@ def main() -> None:
             results = measure_all(args.form, setting, about, args.json)
             if ranks.first:
                 tell([results], args.append)
+            check(results)
         # gloo's threads may still hold tensors, and a rank that ends meanwhile aborts.
         ranks.wait()
 
@@ -222,11 +225,14 @@ class Run:
             self._next()
 
     def step_ms(self) -> float:
-        """Median of a step."""
-        return self._median_ms(self._next)
+        """Of a step, while the host is ahead."""
+        began, steps = self._begin(), self.setting.size.timed
+        for _ in range(steps):
+            self._next()
+        return self._since(began) / steps
 
     def optimizer_ms(self) -> float:
-        """Median of an update by itself."""
+        """Median of an update by itself, that all ranks begin at the same time."""
         batch, world, optimizer = self._batches[0], self.setting.ranks.world, self.step.optimizer
         # Gradients, by a step that is not recorded; its rows do not matter, and few fit in memory
         # beside a recording.
@@ -235,7 +241,13 @@ class Run:
         update = optimizer.update
         if self.recorded:
             update = record(update, self.step.device, stream=self.step.stream)
-        return self._median_ms(update, optimizer.advance)
+        times = []
+        for _ in range(self.setting.size.timed):
+            optimizer.advance()
+            began = self._begin()
+            update()
+            times.append(self._since(began))
+        return statistics.median(times)
 
     def communication(self) -> tuple[float | None, float | None]:
         """Milliseconds of NCCL's kernels in a step, and the share of it that is hidden."""
@@ -249,33 +261,36 @@ class Run:
         self._made += 1
         return self.cached.make(self._parts[(self._made - 1) % 4])
 
-    def _median_ms(self, work: Callable, before: Callable = lambda: None) -> float:
-        """Of calls that all ranks begin at the same time."""
-        times = []
-        for _ in range(self.setting.size.timed):
-            before()
-            self.setting.ranks.wait()
-            self._wait()
-            began = time.perf_counter()
-            work()
-            self._wait()
-            times.append(1e3 * (time.perf_counter() - began))
-        return statistics.median(times)
+    def _begin(self) -> float:
+        """The time at which no rank has anything left to do."""
+        self.setting.ranks.wait()
+        self._wait()
+        return time.perf_counter()
+
+    def _since(self, began: float) -> float:
+        """Milliseconds until the work since then is done."""
+        self._wait()
+        return 1e3 * (time.perf_counter() - began)
 
     def _wait(self) -> None:
         if self.step.device.type == "cuda":
             torch.cuda.synchronize()
 
 
-def compare(what: str, losses: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> float:
-    """The largest relative difference; exits where it is too large."""
-    apart = (losses / wanted - 1).abs().max().item()
-    if not apart <= tolerance:
-        raise SystemExit(
-            f"{what}: losses are off by {apart:.1e}, more than {tolerance}: {losses.tolist()}, "
-            f"expected {wanted.tolist()}"
-        )
-    return apart
+def largest_difference(losses: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Of all steps, relative."""
+    return (losses / wanted - 1).abs().max().item()
+
+
+def check(results: dict[str, Any]) -> None:
+    """Exits if losses of any row are not those of one GPU."""
+    far = [
+        f"{row['form']} {row['mode']}: losses are off by {row['losses_within']:.1e}"
+        for row in results["rows"]
+        if row["losses_within"] is not None and not row["losses_within"] <= TOLERANCE
+    ]
+    if far:
+        raise SystemExit(f"{'; '.join(far)}, more than {TOLERANCE}")
 
 
 # measuring
@@ -324,14 +339,13 @@ def measure(
     form: str, mode: str, how: tuple[str, dict], rows: int, setting: Setting,
     wanted: torch.Tensor | None,
 ) -> Row | None:  # fmt: skip
-    """A row; None if one GPU has too little memory for it. Exits if losses are not as wanted."""
+    """A row; None if one GPU has too little memory for it."""
     size, ranks, device = setting
     try:
         run = Run(form, how, rows, setting)
         within = None
         if wanted is not None:
-            losses = run.losses(size.checked)
-            within = compare(f"{form} {mode}", losses, wanted, TOLERANCE)
+            within = largest_difference(run.losses(size.checked), wanted)
             show(ranks, f"{form} {mode}: losses of {size.checked} steps within {within:.1e}")
         run.warm_up()
         step_ms = run.step_ms()
@@ -395,8 +409,12 @@ def read(form: str, folder: Path, setting: Setting) -> None:
         checkpoints.restore(state, run.step)
         losses, wanted = run.losses(AFTER, state.step), json.loads((out / "next.json").read_text())
         what = f"{form} {mode}: written by {state.world}, read by {ranks.world}"
-        apart = compare(what, losses, torch.tensor(wanted), RESUMED_TOLERANCE)
+        apart = largest_difference(losses, torch.tensor(wanted))
         show(ranks, f"{what}, next losses {listed(losses.tolist())}, within {apart:.1e}")
+        if not apart <= RESUMED_TOLERANCE:
+            raise SystemExit(
+                f"{what}: losses are off by more than {RESUMED_TOLERANCE}, {listed(wanted)} wanted"
+            )
 
 
 def place(folder: Path, form: str, mode: str) -> Path:

@@ -37,17 +37,17 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from mamba3 import Mamba3Config, Mamba3LM
-from mamba3.data import arithmetic
 from mamba3.data.loader import AsyncBatches
 from mamba3.data.problems import Batch
 from mamba3.data.text import TokenStream
 from mamba3.train import memory
-from mamba3.train.config import OptimRecipe, StepRecipe
+from mamba3.train.config import OptimRecipe, StepRecipe, load_recipe
 from mamba3.train.loop import make_step
 from mamba3.train.parallel import Ranks
 from mamba3.train.parts import RankParts
 from mamba3.train.profile import busy_share
 from mamba3.train.step_cache import RANKS_WARM_UP, WARM_UP, CachedStep
+from mamba3.train.tasks import task_of
 
 COMMON = {"vocab_size": 128256, "d_model": 768, "n_layer": 12, "headdim": 64, "d_state": 128}
 FORMS = {
@@ -88,6 +88,8 @@ TOGETHER = {
     "fsdp": ("adamw", {"precision": "bf16", "parallel": "fsdp"}),
 }
 TIMED = 20
+WAITS = 100
+RECIPES = Path(__file__).parents[1] / "configs" / "curriculum"
 
 
 class Row(NamedTuple):
@@ -287,11 +289,10 @@ def trace_events(work: Callable) -> list[dict]:
 
 def data_waits(args) -> None:
     """How long steps wait for their batches, made between them or by workers ahead of them."""
-    tiny = {"d_model": 64, "n_layer": 2, "d_intermediate": 128, "d_state": 32, "expand": 1}
-    tokenizer = arithmetic.tokenizer()
-    stream = arithmetic.CurriculumStream([1, 2, 3], tokenizer, batch_size=256, seed=0)
-    config = Mamba3Config(vocab_size=32, headdim=32, **tiny)
-    wait("curriculum, 256 problems a step", config, stream)
+    recipe = load_recipe(RECIPES / "digits.yaml")
+    task = task_of(recipe)
+    model = recipe.architecture(task.vocab_size), recipe.optim, recipe.step
+    wait("digits, 256 problems a step", *model, task.stream())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "corpus"
         ids = np.random.default_rng(0).integers(COMMON["vocab_size"], size=20_000_000, dtype="u4")
@@ -301,14 +302,13 @@ def data_waits(args) -> None:
         facts |= {"n_documents": 1, "tokenizer": "none"}
         Path(f"{path}.json").write_text(json.dumps(facts))
         text = TokenStream(path, length=args.length, batch_size=args.batch, seed=0)
-        wait("187M siso, token file", Mamba3Config(**COMMON, **FORMS["siso"]), text)
+        config, how = Mamba3Config(**COMMON, **FORMS["siso"]), StepRecipe(precision="bf16")
+        wait("187M siso, token file", config, OptimRecipe(lr=1e-4), how, text)
 
 
-def wait(name: str, config: Mamba3Config, stream) -> None:
+def wait(name: str, config: Mamba3Config, optim: OptimRecipe, how: StepRecipe, stream) -> None:
     torch.cuda.empty_cache()
-    model = Mamba3LM(config, device="cuda")
-    step = make_step(model, OptimRecipe(lr=1e-4), StepRecipe(precision="bf16"))
-    make = CachedStep(step)
+    make = CachedStep(make_step(Mamba3LM(config, device="cuda"), optim, how))
     for workers in (0, 4):
         with AsyncBatches(RankParts(stream), workers=workers, device="cuda") as data:
             for _ in range(30):
@@ -316,7 +316,7 @@ def wait(name: str, config: Mamba3Config, stream) -> None:
             torch.cuda.synchronize()
             data.waited_s()
             began, tokens = time.perf_counter(), 0
-            for _ in range(60):
+            for _ in range(WAITS):
                 parts, n_tokens = next(data)
                 make.make(parts)
                 tokens += n_tokens
@@ -324,7 +324,7 @@ def wait(name: str, config: Mamba3Config, stream) -> None:
             spent = time.perf_counter() - began
             waited = data.waited_s() / spent
             print(
-                f"{name:34}  {workers} workers  {1e3 * spent / 60:8.2f} ms a step  "
+                f"{name:34}  {workers} workers  {1e3 * spent / WAITS:8.2f} ms a step  "
                 f"{tokens / spent:11,.0f} tokens/s  {waited:6.1%} waiting for data",
                 flush=True,
             )

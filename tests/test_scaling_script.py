@@ -108,11 +108,15 @@ def test_checkpoints_resume_on_one_rank(made, script, capsys, monkeypatch):
 
 def test_losses_that_differ_end_it(script):
     wanted = torch.tensor([4.0, 2.0])
-    apart = script.compare("x", torch.tensor([4.0, 2.001]), wanted, 1e-3)
+    apart = script.largest_difference(torch.tensor([4.0, 2.001]), wanted)
     assert apart == pytest.approx(5e-4, rel=1e-3)
+    rows = [{"form": "x", "mode": "y", "losses_within": within} for within in (None, apart)]
+    script.check({"rows": rows})
     for losses in ([4.0, 2.003], [4.0, float("nan")]):
-        with pytest.raises(SystemExit, match=r"x: losses are off by .*, more than 0\.001"):
-            script.compare("x", torch.tensor(losses), wanted, 1e-3)
+        far = script.largest_difference(torch.tensor(losses), wanted)
+        row = {"form": "x", "mode": "z", "losses_within": far}
+        with pytest.raises(SystemExit, match=r"^x z: losses are off by .*, more than 0\.001"):
+            script.check({"rows": [*rows, row]})
 
 
 def results_of(gpus, rows):
