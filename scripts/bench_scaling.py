@@ -53,7 +53,7 @@ from mamba3.train.checkpoint import Checkpoints
 from mamba3.train.config import OptimRecipe, StepRecipe
 from mamba3.train.loop import make_step
 from mamba3.train.parallel import Ranks, ranks_of
-from mamba3.train.step_cache import RANKS_WARM_UP, WARM_UP, CachedStep
+from mamba3.train.step_cache import CachedStep
 
 # Optimizer and step, as of `TOGETHER`, on one GPU and on several.
 ALONE = {"one adamw": TOGETHER["ddp, recorded"], "one hybrid": TOGETHER["ddp, recorded, hybrid"]}
@@ -220,8 +220,7 @@ class Run:
         """Steps until they are recorded, where they can be, and two more."""
         if self.step.device.type != "cuda":
             return
-        first = WARM_UP if self.setting.ranks.world == 1 else RANKS_WARM_UP
-        while self._made < first + 2:
+        while self._made < self.cached.warm_up + 2:
             self._next()
 
     def step_ms(self) -> float:
@@ -460,7 +459,7 @@ def table(files: list[dict[str, Any]]) -> str:
         )
     )
     texts = [columns(row, one.get((row.form, row.optimizer, row.scaling))) for row in rows]
-    lines = [*(f"- {headline(file)}" for file in files), ""]
+    lines = [*dict.fromkeys(f"- {headline(file)}" for file in files), ""]
     lines += [cells(texts[0]), "|---" * len(texts[0]) + "|"]
     return "\n".join(lines + [cells(text.values()) for text in texts])
 

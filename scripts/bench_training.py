@@ -46,7 +46,7 @@ from mamba3.train.loop import make_step
 from mamba3.train.parallel import Ranks
 from mamba3.train.parts import RankParts
 from mamba3.train.profile import busy_share
-from mamba3.train.step_cache import RANKS_WARM_UP, WARM_UP, CachedStep
+from mamba3.train.step_cache import CachedStep
 from mamba3.train.tasks import task_of
 
 COMMON = {"vocab_size": 128256, "d_model": 768, "n_layer": 12, "headdim": 64, "d_state": 128}
@@ -204,7 +204,7 @@ def measure(
     torch.manual_seed(0)
     model = Mamba3LM(Mamba3Config(**COMMON, **FORMS[form]), device="cuda")
     step = make_step(model, OptimRecipe(lr=1e-4, name=optimizer), recipe, ranks)
-    make = CachedStep(step) if recipe.cache_steps else step
+    make = CachedStep(step, records=recipe.cache_steps)
     generator = torch.Generator().manual_seed(1)
     ids = [torch.randint(COMMON["vocab_size"], (rows, length), generator=generator) for _ in "1234"]
     parts = [step.parts(Batch(own, own, own.numel())) for own in ids]
@@ -223,7 +223,7 @@ def measure(
 
     torch.cuda.reset_peak_memory_stats()
     before = memory.requests_and_mallocs()
-    warm = (WARM_UP if step.ranks.world == 1 else RANKS_WARM_UP) + 2
+    warm = make.warm_up + 2
     first_s = one(0)
     for index in range(1, warm):
         one(index)

@@ -48,6 +48,7 @@ class CachedStep:
 
     Attributes:
         new: whether the last step was among the first of its kind, which take memory.
+        warm_up: how many steps of a kind run as they are before one is recorded.
 
     What it returns is overwritten by the next step.
     """
@@ -60,7 +61,7 @@ class CachedStep:
         self._seen: OrderedDict[tuple, int] = OrderedDict()
         self._recorded: OrderedDict[tuple, Recording] = OrderedDict()
         ddp = isinstance(step.forward, DistributedDataParallel)
-        self._warm_up = RANKS_WARM_UP if ddp else WARM_UP
+        self.warm_up = RANKS_WARM_UP if ddp else WARM_UP
         if self._record is not None and not step.recordable:
             self._give_up(
                 "what ranks exchange depends on the host (of step.parallel, only fsdp does so)"
@@ -95,7 +96,7 @@ class CachedStep:
         seen = self._seen[key] = self._seen.pop(key, 0) + 1
         while len(self._seen) > 4 * BOUND:
             self._seen.popitem(last=False)
-        return seen <= self._warm_up
+        return seen <= self.warm_up
 
     def _first(self, key: tuple, parts: Sequence[Part]) -> StepOutput:
         """Record a key's step, and make it."""

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
 from compare import DEVICE
 from number_streams import Deadly, Failing, Numbers, Wide
 
+from mamba3.data import loader
 from mamba3.data.arithmetic import CurriculumStream, tokenizer
 from mamba3.data.loader import AsyncBatches
 from mamba3.train.parts import RankParts, split
@@ -118,6 +120,22 @@ def test_going_on_from_the_index():
         Numbers(), batches.index, workers=2, rank=1, world=2, device=DEVICE
     ) as batches:
         assert first + numbers(batches, 3) == [1, 3, 5, 7, 9, 11]
+
+
+@pytest.mark.parametrize(
+    "t",
+    [
+        torch.tensor(3.5),
+        torch.arange(6.0).view(2, 3).bfloat16(),
+        torch.tensor([True, False]),
+        torch.zeros(0, 3, dtype=torch.long),
+    ],
+    ids=str,
+)
+def test_memory_of_any_dtype_is_copied(t):
+    copy = torch.full(t.shape, 1, dtype=t.dtype)
+    np.copyto(loader._bytes(copy), loader._bytes(t))
+    assert torch.equal(copy, t)
 
 
 def test_copies_keep_out_of_the_callers_way():
