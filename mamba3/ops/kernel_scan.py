@@ -38,14 +38,15 @@ def mamba3_scan_kernels(
     norm_eps: float,
     state: Mamba3State | None,
     cu_seqlens: Tensor | None,
-    bounds: Sequence[int],
+    bounds: Sequence[int] | Tensor,
     chunk_size: int | None,
     return_state: bool,
 ) -> tuple[Tensor, Mamba3State | None]:
     """Run whole sequences; arguments as in `mamba3.ops.mamba3_scan`.
 
     Args:
-        bounds: boundaries of the sequences in the flattened tokens, packed or not.
+        bounds: boundaries of the sequences in the flattened tokens, packed or not; a tensor where
+            the host cannot read them.
     """
     from .triton.launch import token_rows
 

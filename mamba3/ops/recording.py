@@ -10,6 +10,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 _under_way: list[list[Any]] = []
 
 
@@ -22,6 +24,11 @@ def keeping() -> Iterator[list[Any]]:
         yield kept
     finally:
         _under_way[:] = [other for other in _under_way if other is not kept]
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the device's work is being recorded, so that the host cannot wait for it."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def keep(value: Any) -> None:

@@ -12,6 +12,7 @@ from . import compiled
 from .chunked import mamba3_scan_chunked
 from .dispatch import backend
 from .kernel_scan import has_kernel, mamba3_scan_kernels
+from .recording import capturing
 from .reference import Mimo, mamba3_scan_reference
 from .state import Mamba3State
 
@@ -95,6 +96,8 @@ def mamba3_scan(
         raise ValueError(f"chunk_size must be at least 1, or None, got {chunk_size}")
     if cu_seqlens is None:
         bounds = row_bounds(x)
+    elif capturing(cu_seqlens.device) and backend(x.device) == "triton" and has_kernel(x, b):
+        bounds = cu_seqlens  # which the host cannot read now
     else:
         bounds = checked_bounds(cu_seqlens, x)
     sequences = len(bounds) - 1
@@ -195,6 +198,8 @@ def checked_bounds(cu_seqlens: Tensor, x: Tensor) -> tuple[int, ...]:
         raise ValueError(
             f"cu_seqlens packs sequences in one row, so the batch must be 1, got {len(x)}"
         )
+    if capturing(cu_seqlens.device):
+        raise RuntimeError("the values of cu_seqlens cannot be read while a CUDA graph is recorded")
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != x.shape[1] or bounds != sorted(bounds):
         raise ValueError(

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..ops.recording import capturing
 from .banks import MuonBank
 from .pieces import Gradients, Member, Numbers, Options
 
@@ -124,11 +125,6 @@ class Agreed(NamedTuple):
 
     present: frozenset[int]
     rows: Mapping[int, Tensor]
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether the device's work is being recorded, so that the host cannot wait for it."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class Question:

@@ -47,9 +47,7 @@ def first_nonfinite(train_step: TrainStep, batch: Batch) -> str | None:
         for i, part in enumerate(parts):
             where = f" in part {i + 1} of {len(parts)}" if len(parts) > 1 else ""
             with _watched(model) as in_modules, autocast(train_step.precision, train_step.device):
-                loss = model(
-                    part.input_ids, labels=part.labels, seq_idx=part.seq_idx, return_logits=False
-                ).loss
+                loss = model(**part.inputs, return_logits=False).loss
             in_loss = _first("loss", [("", loss)])
             loss = loss * part.share * train_step.ranks.world
             in_gradients = _backward(model, loss if scaler is None else scaler.scaled(loss))

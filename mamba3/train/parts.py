@@ -13,18 +13,28 @@ import torch
 from torch import Tensor
 
 from mamba3.data.problems import Batch, scored_tokens
+from mamba3.layers.ragged import Ragged
 
 
 class Part(NamedTuple):
     """Rows of a batch, and their share of the scored tokens, of no dimension.
 
-    seq_idx tells documents that are packed in a row apart, where there are any.
+    cu_seqlens has the boundaries of documents that are packed in rows, where there are any; all
+    rows are then one, (1, tokens). Empty documents at its end make them a power of two, so that
+    steps on a few numbers of them can be recorded, and used again.
     """
 
     input_ids: Tensor
     labels: Tensor
     share: Tensor
-    seq_idx: Tensor | None
+    cu_seqlens: Tensor | None
+
+    @property
+    def inputs(self) -> dict[str, Tensor | None]:
+        """What a model is called with."""
+        return {
+            "input_ids": self.input_ids, "labels": self.labels, "cu_seqlens": self.cu_seqlens
+        }  # fmt: skip
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -67,7 +77,17 @@ def split(batch: Batch, rank: int = 0, world: int = 1, accumulate: int = 1) -> P
     if not present:
         present, labels[0] = [0], ids[0]
     every = (ids, labels, shares, documents)
-    return Parts(tuple(Part(*(those[i] for those in every)) for i in present), batch.n_tokens)
+    return Parts(tuple(_part(*(those[i] for those in every)) for i in present), batch.n_tokens)
+
+
+def _part(ids: Tensor, labels: Tensor, share: Tensor, documents: Tensor | None) -> Part:
+    if documents is None:
+        return Part(ids, labels, share, None)
+    bounds = Ragged.of(ids.shape, None, None, documents).cu_seqlens
+    empty = (1 << max(3, (len(bounds) - 1).bit_length())) - (len(bounds) - 1)
+    bounds = torch.cat([bounds, bounds[-1:].expand(empty)])
+    row = ids.reshape(1, -1)
+    return Part(row, row if labels is ids else labels.reshape(1, -1), share, bounds)
 
 
 class RankParts:

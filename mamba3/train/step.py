@@ -111,9 +111,7 @@ class TrainStep:
                 autocast(self.precision, self.device),
                 record_function("forward"),
             ):
-                loss = self.forward(
-                    part.input_ids, labels=part.labels, seq_idx=part.seq_idx, return_logits=False
-                ).loss
+                loss = self.forward(**part.inputs, return_logits=False).loss
                 loss = loss * part.share
                 losses.append(loss.detach())
                 if self.exchange is None:

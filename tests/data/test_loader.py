@@ -56,7 +56,7 @@ def test_parts_of_batches_go_to_the_device_whole(workers):
         expected = split(stream(index), accumulate=2)
         assert n_tokens == expected.n_tokens
         for part, other in zip(parts, expected.parts, strict=True):
-            assert part.seq_idx is None
+            assert part.cu_seqlens is None
             for t, wanted in zip(part.tensors, other.tensors, strict=True):
                 assert t.device.type == device
                 assert t.shape == wanted.shape

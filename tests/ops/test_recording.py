@@ -12,7 +12,7 @@ from mamba3.ops.recording import keep, keeping
 
 
 def test_the_layout_of_a_scan_outlives_its_cache():
-    from mamba3.ops.triton.layout import layout
+    from mamba3.ops.triton import layout
     from mamba3.ops.triton.scan import Scan
 
     tensors, _ = scan_inputs(length=9, heads=2, dtype=torch.float32)
@@ -20,10 +20,11 @@ def test_the_layout_of_a_scan_outlives_its_cache():
     with use_backend("triton"), keeping() as kept:
         y, _ = mamba3_scan(**call_arguments(tensors))
         gradients((y,), tensors)
-    tables = [weakref.ref(t) for scan in kept for t in scan.layout]
+    tables = [weakref.ref(t) for tables in kept for t in tables]
     assert tables
     Scan._cached.cache_clear()
-    layout.cache_clear()
+    layout.layout.cache_clear()
+    layout.layout_of.cache_clear()
     del y
     gc.collect()
     assert all(table() is not None for table in tables)

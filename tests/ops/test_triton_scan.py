@@ -1,5 +1,6 @@
 """The scan's kernels against the float64 reference: on a GPU if there is one, else interpreted."""
 
+import sys
 from itertools import pairwise
 
 import pytest
@@ -8,7 +9,7 @@ from compare import DEVICE, TOLERANCE, assert_close, call_arguments, gradients, 
 from test_scan import SHAPES
 
 from mamba3.ops import Mamba3State, kernel_scan, mamba3_scan, use_backend
-from mamba3.ops.triton import gate, scan_forward
+from mamba3.ops.triton import gate, layout, scan_forward
 from mamba3.ops.triton import scan as launchers
 
 # Triton's interpreter cuts float32 to bfloat16 off, where a GPU rounds.
@@ -94,6 +95,49 @@ def test_segments_change_nothing(monkeypatch, rank, walks):
     )  # fmt: skip
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     compare(tensors, 16 // rank, cu_seqlens=bounds)
+
+
+@pytest.mark.parametrize(("rank", "walks"), [(1, 3), (2, 100)])
+def test_bounds_that_the_host_does_not_read(monkeypatch, rank, walks):
+    """As where steps are recorded: to the last bit what it is with them, and room for others."""
+    monkeypatch.setattr(launchers, "PROGRAMS_PER_SM", walks)
+    lengths = [1, 17, 20, 0, 5, 0, 0]
+    for count in (7, 5):  # in the second, what is too many belongs to a sequence with tokens
+        tensors, _ = scan_inputs(
+            length=sum(lengths), sequences=count, batch=1, heads=1, rank=rank, mimo=rank > 1,
+            headdim=5, dtype=torch.float32,
+        )  # fmt: skip
+        given = {"cu_seqlens": torch.tensor([0, *lengths[:count]]).cumsum(0)}
+        wide = {name: t.detach().double() for name, t in tensors.items()}
+        expected, expected_grads = run("reference", wide, **given)
+        read = run("triton", tensors, chunk_size=16 // rank, **given)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.modules[mamba3_scan.__module__], "capturing", lambda device: True)
+            patch.setattr(torch.Tensor, "tolist", None)
+            outputs, grads = run("triton", tensors, chunk_size=16 // rank, **given)
+        assert_close(outputs, expected, TOLERANCE[torch.float32], "output")
+        assert_close(grads, expected_grads, 2 * TOLERANCE[torch.float32], "gradient")
+        if count == 7:
+            assert all(torch.equal(a, b) for a, b in zip(outputs, read[0], strict=True))
+            assert all(torch.equal(g, read[1][name]) for name, g in grads.items())
+
+
+def test_bounds_that_have_to_be_read_and_cannot(monkeypatch):
+    _, call = scan_inputs(length=4, sequences=1, batch=1, dtype=torch.float32)
+    monkeypatch.setattr(sys.modules[mamba3_scan.__module__], "capturing", lambda device: True)
+    with use_backend("torch"), pytest.raises(RuntimeError, match="while a CUDA graph is recorded"):
+        mamba3_scan(**call, cu_seqlens=torch.tensor([0, 4]))
+
+
+def test_a_layout_is_made_anew_where_bounds_have_changed():
+    bounds, sizes = torch.tensor([0, 5, 9, 9]), layout.Sizes.of_any(3, 9, 4, 2)
+    first = layout.layout_on_device(bounds, sizes)
+    assert layout.layout_on_device(bounds, sizes) is first
+    bounds[1] = 3
+    again = layout.layout_on_device(bounds, sizes)
+    known = layout.layout_of((0, 3, 9, 9), sizes, torch.device("cpu"))
+    assert all(torch.equal(a, b) for a, b in zip(again, known, strict=True))
+    assert not torch.equal(again.table, first.table)
 
 
 def test_packed_equals_separate():

@@ -128,7 +128,7 @@ def test_rows_are_packed_without_leaks(tmp_path, seen, make_recipe, read_metrics
     values["data"]["batch_size"] = 3
     recipe = type(make_recipe()).from_dict(values)
     result = train(recipe, tmp_path / "run", progress=False)
-    assert all(len(row) == 24 for row in seen)
+    assert all(len(row) == 3 * 24 for row in seen)  # all rows of a part as one
     batch = task_of(recipe).stream()(0)
     model, tokenizer = load_model("arithmetic-tiny"), arithmetic.tokenizer()
     total = count = 0

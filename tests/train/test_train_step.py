@@ -3,16 +3,18 @@
 import copy
 import logging
 import math
+import sys
 
 import pytest
 import torch
 from compare import DEVICE, assert_close, randomise
 
-from mamba3 import Mamba3Config, Mamba3LM
+from mamba3 import Mamba3Config, Mamba3LM, ops
 from mamba3.data.problems import Batch
 from mamba3.models.lm import IGNORE
 from mamba3.optim import HybridOptimizer
 from mamba3.train import step_cache
+from mamba3.train.parts import split
 from mamba3.train.precision import LossScaler
 from mamba3.train.step import TrainStep
 from mamba3.train.step_cache import BOUND, RECORDERS, WARM_UP, CachedStep
@@ -162,6 +164,51 @@ def test_an_overflow_in_float16_leaves_the_step_out():
     assert 0 < skipped < 12
     assert scales == [24 - min(i, skipped) for i in range(1, 13)]
     assert not torch.equal(model.lm_head.weight, before)
+
+
+# packed rows
+
+
+def packed_batch(seed=0):
+    """Two rows of 12 tokens, of five and three documents."""
+    batch = batch_of(rows=2, length=12, seed=seed)
+    numbers = [[0, 0, 0, 1, 2, 2, 2, 2, 3, 3, 4, 4], [0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2]]
+    return batch._replace(labels=batch.input_ids, seq_idx=torch.tensor(numbers))
+
+
+def test_packed_rows_are_one_with_room_for_more_documents():
+    batch = packed_batch()
+    [part], _ = split(batch)
+    assert part.cu_seqlens.tolist() == [0, 3, 4, 8, 10, 12, 17, 22, *[24] * 9]
+    assert part.input_ids.tolist() == part.labels.tolist() == [batch.input_ids.flatten().tolist()]
+    rows = [0, 3, 4, 8, 10], [0, 5, 10]
+    for row, part in zip(rows, split(batch, accumulate=2).parts, strict=True):
+        assert part.cu_seqlens.tolist() == [*row, *[12] * (9 - len(row))]
+    many = torch.arange(12).expand(2, 12)
+    assert len(split(batch._replace(seq_idx=many)).parts[0].cu_seqlens) == 33
+
+
+def test_packed_rows_ask_the_host_for_nothing(monkeypatch):
+    """On the kernels, as where a step is recorded: the same loss and gradients to the last bit."""
+    config = Mamba3Config(vocab_size=VOCAB, d_model=8, n_layer=1, d_state=6, headdim=16)
+    model = randomise(Mamba3LM(config, device=DEVICE), scale=0.3)
+    (part, _), _ = split(packed_batch(), accumulate=2)
+    inputs = {name: t.to(DEVICE) for name, t in part.inputs.items()}
+
+    def found():
+        model.zero_grad()
+        with ops.use_backend("triton"):
+            loss = model(**inputs, return_logits=False).loss
+            loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+
+    wanted = found()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[ops.mamba3_scan.__module__], "capturing", lambda device: True)
+        for name in ("tolist", "item", "nonzero", "__bool__"):
+            patch.setattr(torch.Tensor, name, None)
+        got = found()
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
 # recorded steps

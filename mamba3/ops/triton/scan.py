@@ -16,7 +16,15 @@ from torch import Tensor
 from ..recording import keep
 from . import chunk, scan_backward, scan_forward
 from .launch import Launcher, compile_all, facts, stride_unit, token_stride
-from .layout import can_pipeline, layout, multiprocessors
+from .layout import (
+    Layout,
+    Sizes,
+    can_pipeline,
+    layout,
+    layout_of,
+    layout_on_device,
+    multiprocessors,
+)
 
 # Walks per multiprocessor that a scan is cut into, as many as run at a time.
 PROGRAMS_PER_SM = 2
@@ -107,10 +115,19 @@ class Scan:
     """One scan's launches; holds sizes only, tensors are passed."""
 
     @classmethod
-    def of(cls, inputs: Inputs, bounds: Sequence[int], chunk_size: int | None) -> Scan:
-        """The scan of these inputs, or the one made for others of the same sizes."""
-        scan = cls._cached(facts(*inputs), bounds, chunk_size, PROGRAMS_PER_SM)
-        keep(scan)  # its layout is read by kernels
+    def of(cls, inputs: Inputs, bounds: Sequence[int] | Tensor, chunk_size: int | None) -> Scan:
+        """The scan of these inputs, by the one made for all of the same sizes.
+
+        Args:
+            inputs: of the scan.
+            bounds: of the sequences; a tensor where the host cannot know them.
+            chunk_size: tokens of a chunk, at most; None is what is fast.
+        """
+        made = cls._cached(facts(*inputs), len(bounds) - 1, chunk_size, PROGRAMS_PER_SM)
+        scan = copy.copy(made)
+        scan.layout = made._laid_out(bounds)
+        scan.count, scan.segments = len(scan.layout.table), len(scan.layout.segments)
+        keep(scan.layout)
         return scan
 
     # By all that compiled kernels depend on: launchers, and what `prepare` has compiled.
@@ -122,7 +139,11 @@ class Scan:
     def _cached(cls, *args) -> Scan:
         return cls(*args)
 
-    def __init__(self, known: tuple, bounds: Sequence[int], chunk_size, per_multiprocessor: int):
+    layout: Layout
+    count: int
+    segments: int
+
+    def __init__(self, known: tuple, sequences: int, chunk_size, per_multiprocessor: int):
         self.shapes = inputs = Inputs(
             *(
                 None if f is None else torch.empty_strided(*f[1:3], dtype=f[0], device="meta")
@@ -132,7 +153,7 @@ class Scan:
         device = known[0][4]
         x, mimo = inputs.x, inputs.mimo_x is not None
         self.device, self.dtype = device, x.dtype
-        self.batch, self.tokens, self.sequences = x.shape[:2], bounds[-1], len(bounds) - 1
+        self.batch, self.tokens, self.sequences = x.shape[:2], x.shape[:2].numel(), sequences
         self.heads, self.headdim = x.shape[2:]
         self.rank, groups, self.d_state = inputs.b.shape[2:]
         self.angles, self.per_group = inputs.rate.shape[2], self.heads // groups
@@ -140,10 +161,8 @@ class Scan:
             self.rank, self.headdim, self.d_state, self.angles, x.dtype, chunk_size
         )
         self.parts = triton.cdiv(self.headdim, tiles.block_p)
-        walks = self.sequences * self.heads * self.parts
-        per_sequence = max(1, per_multiprocessor * multiprocessors(device) // walks)
-        self.layout = layout(bounds, tiles.chunk_size, per_sequence, device)
-        self.count, self.segments = len(self.layout.table), len(self.layout.segments)
+        # Walks for each head and part that fill the chip.
+        self.walks = per_multiprocessor * multiprocessors(device) // (self.heads * self.parts)
 
         inner = (2, 3, 3, 1, 1, 1, 1)
         strides = [token_stride(*f[1:3], n) for f, n in zip(known[:7], inner, strict=True)]
@@ -164,6 +183,17 @@ class Scan:
         kinds = (None if f is None else (f[0], f[3]) for f in known)
         self.form = (device, self.heads, *self.full.items(), *strides, *kinds)
         self.launch = self._launchers.setdefault(self.form, Launcher())
+
+    def _laid_out(self, bounds: Sequence[int] | Tensor) -> Layout:
+        size = self.tiles.chunk_size
+        form = Sizes.of_any(self.sequences, self.tokens, size, self.walks)
+        if isinstance(bounds, Tensor):
+            return layout_on_device(bounds, form)
+        # With room for others, as batches of packed rows have it: the layout is then the same,
+        # but for its values, as where the host does not know them.
+        if bounds[-1] == bounds[-2]:
+            return layout_of(bounds, form, self.device)
+        return layout(bounds, size, max(1, self.walks // self.sequences), self.device)
 
     def prepare(self, training: bool) -> None:
         """Compile what a first pass launches, all at once: one by one takes several times as long.
