@@ -16,9 +16,9 @@ def spawn(work, arguments, ranks):
     """Call ``work(rank, *arguments)`` in a process for each rank; raises what one of them does.
 
     Ranks of which one crashes get a second try, without what they have put into folders that are
-    arguments. On CPUs gloo's threads and Python let go of the same tensors, and now and then one
-    of some hundred runs, most often of `fully_shard`, ends in "malloc(): unaligned tcache chunk
-    detected" (torch 2.13; see `mamba3.leave`). What a rank raises is not tried again.
+    arguments: now and then `fully_shard` on CPUs, with gloo and torch 2.13, ends in "malloc():
+    unaligned tcache chunk detected". Why is not known; leaving as below does not help, as it is not
+    at the end. What a rank raises is not tried again.
     """
     before = _entries(arguments)
     context = multiprocessing.spawn(_leave_after, (work, arguments), nprocs=ranks, join=False)

@@ -94,9 +94,11 @@ def mamba3_scan(
     _check_shapes(x, b, c, dt, a, lam, rate, b_bias, c_bias, d, z, mimo, norm_weight)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, or None, got {chunk_size}")
+    chosen = backend(x.device)
+    on_kernels = chosen == "triton" and has_kernel(x, b)
     if cu_seqlens is None:
         bounds = row_bounds(x)
-    elif capturing(cu_seqlens.device) and backend(x.device) == "triton" and has_kernel(x, b):
+    elif on_kernels and capturing(cu_seqlens.device):
         bounds = cu_seqlens  # which the host cannot read now
     else:
         bounds = checked_bounds(cu_seqlens, x)
@@ -106,8 +108,7 @@ def mamba3_scan(
     wide = torch.promote_types(x.dtype, torch.float32)
     state = None if state is None else state.to(wide)
     tensors = [x, b, c, dt, a, lam, rate, b_bias, c_bias, d, z, mimo, norm_weight, norm_eps]
-    chosen = backend(x.device)
-    if chosen == "triton" and has_kernel(x, b):
+    if on_kernels:
         more = (state, cu_seqlens, bounds, chunk_size, return_state)
         return mamba3_scan_kernels(*tensors, *more)
 

@@ -15,7 +15,6 @@ Every rank launches the same collectives in the same order, whatever gradients i
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections import Counter
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from .adamw import AdamWList
 from .banks import MuonBank, make_bank
 from .exchange import BankShare, Flat, Found, Question, Ranks, Rows
-from .pieces import Gradients, Member, Numbers, Options, is_dtensor, own_gradient
+from .pieces import Gradients, Member, Numbers, Options, is_dtensor, norms, own_gradient
 
 # The label of AdamW's pieces that are no sparse tables.
 SMALL = "adamw"
@@ -452,10 +451,7 @@ class Shares(Alone):
 
 def _square(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """The sum of squares of all elements, at least in float32."""
-    if not tensors:
-        return torch.zeros((), device=device)
-    wide = functools.reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
-    return torch.stack(torch._foreach_norm(list(tensors), 2, wide)).square().sum()
+    return norms(tensors).square().sum() if tensors else torch.zeros((), device=device)
 
 
 def _check_plain(members: Sequence[Member]) -> None:

@@ -13,7 +13,7 @@ buffers:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -99,8 +99,7 @@ ALIGNED = 128
 
 def packed(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     """Tensors in one buffer, and views of it; what is between them is not written."""
-    places = [-(-t.numel() // ALIGNED) * ALIGNED for t in tensors]
-    buffer = tensors[0].new_empty(sum(places), dtype=dtype)
+    buffer = tensors[0].new_empty(sum(_places(tensors)), dtype=dtype)
     views = unpacked(buffer, tensors)
     torch._foreach_copy_(views, list(tensors))
     return buffer, views
@@ -108,11 +107,13 @@ def packed(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[
 
 def unpacked(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Views of a buffer, of these tensors' shapes, as `packed` has placed them."""
-    places = [-(-t.numel() // ALIGNED) * ALIGNED for t in tensors]
-    return [
-        part[: t.numel()].view(t.shape)
-        for part, t in zip(buffer.split(places), tensors, strict=True)
-    ]
+    parts = zip(buffer.split(_places(tensors)), tensors, strict=True)
+    return [part[: t.numel()].view(t.shape) for part, t in parts]
+
+
+def _places(tensors: Iterable[Tensor]) -> list[int]:
+    """Elements of a buffer that each takes."""
+    return [-(-t.numel() // ALIGNED) * ALIGNED for t in tensors]
 
 
 class Agreed(NamedTuple):

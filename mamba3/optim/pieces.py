@@ -6,7 +6,8 @@ finds gradients by a function, so that whoever owns a piece decides where they c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -100,6 +101,21 @@ def is_dtensor(t: Tensor) -> bool:
 def local(t: Tensor) -> Tensor:
     """What of a tensor is on this process."""
     return t.to_local() if is_dtensor(t) else t
+
+
+def by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
+    """Tensors that operations on several can take together."""
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for t in tensors:
+        found.setdefault(t.dtype, []).append(t)
+    return found
+
+
+def norms(tensors: Iterable[Tensor]) -> Tensor:
+    """Of one tensor or more, each its own, at least in float32; those of a dtype together."""
+    of_dtype = by_dtype(tensors)
+    dtype = functools.reduce(torch.promote_types, of_dtype, torch.float32)
+    return torch.stack([n for own in of_dtype.values() for n in torch._foreach_norm(own, 2, dtype)])
 
 
 # The gradient of a member's rows; None where there is none.

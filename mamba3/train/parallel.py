@@ -29,7 +29,7 @@ from mamba3.models.lm import Mamba3LM
 from mamba3.optim import Replicated, Sharded
 from mamba3.optim.exchange import packed, unpacked
 from mamba3.optim.orthogonalize import scaled
-from mamba3.train.precision import by_dtype
+from mamba3.optim.pieces import by_dtype
 
 # Steps after which ranks ask one another whether to stop, for which the host waits.
 ASK_EVERY = 10
@@ -121,16 +121,16 @@ class GradientSum:
         self.parameters, self.dtype = list(parameters), dtype
         self._sums: list[_Sums] = []
 
-    def __call__(self) -> list[Tensor]:
-        """Exchange gradients, and take them from the parameters; the host does not wait.
-
-        Returns:
-            The sums, in what they were sent in.
-        """
+    def __call__(self) -> None:
+        """Exchange gradients, and take them from the parameters; the host does not wait."""
         own = [p for p in self.parameters if p.grad is not None]
         self._sums = [
             _Sums(parameters, self.dtype or dtype) for dtype, parameters in by_dtype(own).items()
         ]
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """What has been added up and not been given to the parameters, as it was sent."""
         return [view for own in self._sums for view in own.views]
 
     def finish(self, factor: Tensor | None) -> None:

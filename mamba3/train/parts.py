@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mamba3.data.problems import Batch, scored_tokens
@@ -84,8 +85,9 @@ def _part(ids: Tensor, labels: Tensor, share: Tensor, documents: Tensor | None) 
     if documents is None:
         return Part(ids, labels, share, None)
     bounds = Ragged.of(ids.shape, None, None, documents).cu_seqlens
-    empty = (1 << max(3, (len(bounds) - 1).bit_length())) - (len(bounds) - 1)
-    bounds = torch.cat([bounds, bounds[-1:].expand(empty)])
+    count = len(bounds) - 1
+    room = 1 << max(3, count.bit_length())
+    bounds = F.pad(bounds, (0, room - count), value=ids.numel())
     row = ids.reshape(1, -1)
     return Part(row, row if labels is ids else labels.reshape(1, -1), share, bounds)
 

@@ -13,7 +13,6 @@ Norms, states, decays and the loss are float32 in all of them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 import torch
@@ -29,14 +28,6 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager:
     if dtype is None:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=dtype)
-
-
-def by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
-    """Tensors that operations on several can take together."""
-    found: dict[torch.dtype, list[Tensor]] = {}
-    for t in tensors:
-        found.setdefault(t.dtype, []).append(t)
-    return found
 
 
 class LossScaler:

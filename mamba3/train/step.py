@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -14,10 +13,10 @@ from torch.profiler import record_function
 
 from mamba3.data.problems import Batch
 from mamba3.optim import HybridOptimizer
-from mamba3.optim.pieces import is_dtensor, local
+from mamba3.optim.pieces import by_dtype, is_dtensor, local, norms
 from mamba3.train.parallel import GradientSum, Ranks, on_stream, whole
 from mamba3.train.parts import Part, split
-from mamba3.train.precision import LossScaler, autocast, by_dtype
+from mamba3.train.precision import LossScaler, autocast
 
 # What a step marks for profilers.
 RANGES = ("forward", "backward", "clipping", "optimizer")
@@ -119,11 +118,12 @@ class TrainStep:
                     loss = loss * self.ranks.world
             with self._exchange(last), record_function("backward"):
                 (loss if self.scaler is None else self.scaler.scaled(loss)).backward()
-                gradients = self._gradients() if last else []
+                if last and self.exchange is not None:
+                    self.exchange()
         norm = finite = None
         if not self.optimizer_clips:
             with record_function("clipping"):
-                norm = self._clip(gradients)
+                norm = self._clip()
                 finite = torch.isfinite(norm)
         with record_function("optimizer"):
             self.optimizer.update(finite)
@@ -131,16 +131,14 @@ class TrainStep:
             norm = self.optimizer.grad_norm
         return StepOutput(self.ranks.sum(torch.stack(losses).sum()), norm)
 
-    def _gradients(self) -> list[Tensor]:
-        """Those of the whole batch, where the optimizer does not average them."""
-        if self.exchange is not None:
-            return self.exchange()
-        return [p.grad for p in self._parameters if p.grad is not None]
-
     @torch.no_grad()
-    def _clip(self, gradients: list[Tensor]) -> Tensor:
+    def _clip(self) -> Tensor:
         """The gradients' norm; they are scaled down to the largest that is allowed."""
-        norm, factor = self._norm(gradients), None
+        if self.exchange is None:
+            gradients = [p.grad for p in self._parameters if p.grad is not None]
+        else:
+            gradients = self.exchange.sums
+        norm, factor = _norm(gradients), None
         if self.scaler is not None:
             factor = 1 / self.scaler.scale
             norm = norm * factor
@@ -155,15 +153,6 @@ class TrainStep:
             for dtype, those in by_dtype(map(local, gradients)).items():
                 torch._foreach_mul_(those, factor.to(dtype))
         return norm
-
-    def _norm(self, gradients: list[Tensor]) -> Tensor:
-        """Of all together, at least in float32."""
-        if any(map(is_dtensor, gradients)):
-            return whole(nn.utils.get_total_norm(gradients))
-        of_dtype = by_dtype(gradients)
-        dtype = functools.reduce(torch.promote_types, of_dtype, torch.float32)
-        norms = [n for those in of_dtype.values() for n in torch._foreach_norm(those, 2, dtype)]
-        return torch.linalg.vector_norm(torch.stack(norms))
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer and, in float16, the loss scale."""
@@ -190,3 +179,10 @@ class TrainStep:
         # Only from pinned memory does a copy not wait.
         t = t.pin_memory() if self.device.type == "cuda" and not t.is_cuda else t
         return t.to(self.device, non_blocking=True)
+
+
+def _norm(gradients: list[Tensor]) -> Tensor:
+    """Of all together, at least in float32."""
+    if any(map(is_dtensor, gradients)):
+        return whole(nn.utils.get_total_norm(gradients))
+    return torch.linalg.vector_norm(norms(gradients))

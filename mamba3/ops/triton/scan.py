@@ -185,15 +185,13 @@ class Scan:
         self.launch = self._launchers.setdefault(self.form, Launcher())
 
     def _laid_out(self, bounds: Sequence[int] | Tensor) -> Layout:
-        size = self.tiles.chunk_size
-        form = Sizes.of_any(self.sequences, self.tokens, size, self.walks)
-        if isinstance(bounds, Tensor):
-            return layout_on_device(bounds, form)
+        size, known = self.tiles.chunk_size, not isinstance(bounds, Tensor)
+        if known and bounds[-1] != bounds[-2]:
+            return layout(bounds, size, max(1, self.walks // self.sequences), self.device)
         # With room for others, as batches of packed rows have it: the layout is then the same,
-        # but for its values, as where the host does not know them.
-        if bounds[-1] == bounds[-2]:
-            return layout_of(bounds, form, self.device)
-        return layout(bounds, size, max(1, self.walks // self.sequences), self.device)
+        # but for its values, whether the host knows them or not.
+        sizes = Sizes.of_any(self.sequences, self.tokens, size, self.walks)
+        return layout_of(bounds, sizes, self.device) if known else layout_on_device(bounds, sizes)
 
     def prepare(self, training: bool) -> None:
         """Compile what a first pass launches, all at once: one by one takes several times as long.

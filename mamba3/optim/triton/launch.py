@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...ops.recording import capturing
 from ...ops.triton.launch import Launcher, facts, on_device
 
 WARPS = 4
@@ -88,8 +89,7 @@ def table(tensors: Sequence[Tensor | None], device: torch.device) -> tuple[Tenso
     if device.type != "cuda":
         return _written(addresses, device, None), aligned
     # A table made while a CUDA graph is captured is filled when the graph runs, no earlier.
-    capturing = torch.cuda.is_current_stream_capturing()
-    write = _written.__wrapped__ if capturing else _written
+    write = _written.__wrapped__ if capturing(device) else _written
     return write(addresses, device, torch.cuda.current_stream(device)), aligned
 
 
